@@ -1,0 +1,171 @@
+"""The configuration: one frozen dataclass, validated on construction, hashed into every cache key.
+
+This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from afd_graph._version import __version__
+from afd_graph.errors import ConfigError
+
+SPLITS = ("none", "token", "request")
+LOWERINGS = ("eager", "inductor")
+SHARED_EXPERTS = ("attention", "ffn")
+ON_UNSUPPORTED = ("error", "fallback")
+
+LAYOUT_LOG_VARIABLE = "AFD_ASYNC_MOE_LAYOUT_LOG"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class AFDConfig:
+    """Options of the compiler and of its runtime.
+
+    Attributes:
+        split: where a step is cut in two stages. ``token`` cuts in the middle of the token axis
+            (through requests where needed), ``request`` at the best request boundary, ``none``
+            never cuts (unsplit AFD).
+        num_stages: number of token stages; exactly two.
+        min_split_tokens: steps with fewer tokens than this run unsplit, counted with that reason.
+        connector: name of the connector between attention and experts (:mod:`connectors`).
+        connector_options: options of that connector, validated by it.
+        credits: un-received dispatches allowed per attention rank; lowers what the connector
+            offers. ``None`` takes the connector's own number.
+        shared_experts: side that computes the shared experts.
+        lowering: what the transformed graph is handed to.
+        on_unsupported: what to do with a graph that cannot be split: raise, or run it unsplit
+            and count the reason.
+        assume_causal: accept attention masks whose causality cannot be proven from the graph.
+        check_answers: look for NaN in every received result.
+        check_masks: check at every split step that masks taken as causal are causal; reads
+            tensor values.
+        timeout_s: seconds after which a receive without an answer is an error.
+        disabled_passes: names of optional passes to leave out.
+        layout_log: log one line per boundary crossing.
+        dump_dir: directory for graphs before and after each pass, match report, schedule picture
+            and trace; ``None`` writes nothing.
+    """
+
+    split: str = "token"
+    num_stages: int = 2
+    min_split_tokens: int = 2
+    connector: str = "local"
+    connector_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    credits: int | None = None
+    shared_experts: str = "attention"
+    lowering: str = "eager"
+    on_unsupported: str = "error"
+    assume_causal: bool = False
+    check_answers: bool = True
+    check_masks: bool = False
+    timeout_s: float = 60.0
+    disabled_passes: tuple[str, ...] = ()
+    layout_log: bool = False
+    dump_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _choice("split", self.split, SPLITS)
+        _choice("lowering", self.lowering, LOWERINGS)
+        _choice("shared_experts", self.shared_experts, SHARED_EXPERTS)
+        _choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        if self.num_stages != 2:
+            raise ConfigError(
+                f"num_stages={self.num_stages!r} is not supported",
+                remedy="set num_stages=2; a step is cut in exactly two stages",
+            )
+        _integer("min_split_tokens", self.min_split_tokens, least=2)
+        if self.credits is not None:
+            _integer("credits", self.credits, least=1)
+        if not isinstance(self.connector, str) or not self.connector:
+            raise ConfigError(
+                f"connector={self.connector!r} is not a name",
+                remedy="name a registered connector such as 'local' or 'process'",
+            )
+        if not isinstance(self.connector_options, Mapping):
+            raise ConfigError(
+                f"connector_options={self.connector_options!r} is not a mapping",
+                remedy="pass a dict of the connector's own options",
+            )
+        for name in ("assume_causal", "check_answers", "check_masks", "layout_log"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not a bool", remedy="use True or False"
+                )
+        timeout = self.timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise ConfigError(
+                f"timeout_s={timeout!r} is not a positive number of seconds",
+                remedy="set the longest time that an expert answer may take, such as 60",
+            )
+        if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
+            raise ConfigError(f"dump_dir={self.dump_dir!r} is not a path", remedy="pass a path")
+        object.__setattr__(
+            self, "connector_options", MappingProxyType(dict(self.connector_options))
+        )
+        object.__setattr__(self, "disabled_passes", tuple(self.disabled_passes))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None) -> AFDConfig:
+        """Build a configuration from ``torch.compile(options=...)`` and the environment.
+
+        Raises:
+            ConfigError: an unknown key (the message names the nearest known one) or a bad value.
+        """
+        values = dict(_from_environment())
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key, value in (options or {}).items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise ConfigError(
+                    f"unknown option {key!r}",
+                    remedy=(f"did you mean {near[0]!r}? " if near else "")
+                    + f"known options: {', '.join(sorted(known))}",
+                )
+            values[key] = value
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> AFDConfig:
+        """Return a copy with ``changes``, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def digest(self) -> str:
+        """Hex digest over everything that changes the emitted graph, and our version."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["connector_options"] = dict(self.connector_options)
+        for cosmetic in ("layout_log", "dump_dir"):
+            del values[cosmetic]
+        text = json.dumps([__version__, values], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _from_environment() -> dict[str, Any]:
+    value = os.environ.get(LAYOUT_LOG_VARIABLE, "").strip()
+    if value.lower() in _FALSE:
+        return {}
+    if value.lower() in _TRUE:
+        return {"layout_log": True}
+    return {"layout_log": True, "dump_dir": value}
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known", remedy=f"use one of {allowed}")
+
+
+def _integer(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"{name}={value!r} is not an integer of at least {least}",
+            remedy=f"set {name} to {least} or more",
+        )

@@ -1,0 +1,133 @@
+"""The contract between attention and experts: work items, and what a connector must do.
+
+A :class:`Connector` moves rows. Credits, pairing of dispatch and receive, the layout log and the
+timeline are kept by :class:`afd_graph.runtime.Channel`, the same for every connector.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from afd_graph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from afd_graph.ffn.program import FFNProgram
+
+
+@dataclass
+class WorkItem:
+    """What the experts of one layer compute for one stage.
+
+    Attributes:
+        layer: index of the MoE layer.
+        stage: token stage, 0 or 1 (0 for an unsplit step).
+        rows: ``[m, hidden]``, grouped by expert in ascending order; ``m`` may be 0.
+        counts: rows per expert, ``sum(counts) == m``.
+        shared_rows: ``[n, hidden]`` input of the shared experts when they run on this side.
+    """
+
+    layer: int
+    stage: int
+    rows: torch.Tensor
+    counts: Sequence[int]
+    shared_rows: torch.Tensor | None = None
+
+
+class Connector(ABC):
+    """Moves work items to the experts and their answers back, in order.
+
+    Attributes:
+        credits: un-received dispatches that the connector can hold.
+    """
+
+    credits: int = 2
+
+    @abstractmethod
+    def add_program(self, program: FFNProgram) -> None:
+        """Hand the experts of one layer to the FFN side; takes ownership of their weights.
+
+        Called before the first dispatch of that layer. A second call with a program of equal
+        ``key`` does nothing.
+        """
+
+    @abstractmethod
+    def row_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised ``[rows, width]`` tensor to fill for the next :meth:`send`.
+
+        A connector with a wire returns memory that the FFN side sees, so that gathering the rows
+        is the only copy.
+        """
+
+    @abstractmethod
+    def send(self, item: WorkItem) -> int:
+        """Start ``item`` and return its ticket at once; never blocks on the experts."""
+
+    @abstractmethod
+    def wait(self, ticket: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(rows, shared_rows)`` of the answer; valid until :meth:`release`.
+
+        Raises:
+            ConnectorError: the FFN side died, failed or did not answer within ``timeout_s``.
+        """
+
+    @abstractmethod
+    def release(self, ticket: int) -> None:
+        """Give the buffers of ``ticket`` back."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget every unanswered item, after a failed step; later steps start clean."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the FFN side and free everything; idempotent."""
+
+
+_BUILT_IN = {
+    "local": "afd_graph.connectors.local:LocalConnector",
+    "process": "afd_graph.connectors.process:ProcessConnector",
+    "emulated": "afd_graph.connectors.emulated:EmulatedConnector",
+}
+_registered: dict[str, Callable[..., Connector]] = {}
+
+
+def register_connector(name: str, factory: Callable[..., Connector]) -> None:
+    """Make ``AFDConfig(connector=name)`` build ``factory(**connector_options)``."""
+    _registered[name] = factory
+
+
+def connector_names() -> tuple[str, ...]:
+    """Names that ``AFDConfig(connector=...)`` accepts."""
+    return tuple(sorted({*_BUILT_IN, *_registered}))
+
+
+def create_connector(name: str, options: Mapping[str, Any]) -> Connector:
+    """Build the connector ``name``.
+
+    Raises:
+        ConfigError: unknown name, or options that the connector does not know.
+    """
+    factory: Callable[..., Connector]
+    if name in _registered:
+        factory = _registered[name]
+    elif name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+    else:
+        raise ConfigError(
+            f"connector={name!r} is not known",
+            remedy=f"use one of {connector_names()}, or register it with register_connector",
+        )
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"connector_options={dict(options)!r} do not fit connector {name!r}: {error}",
+            remedy="see the connector's docstring for its options",
+        ) from error

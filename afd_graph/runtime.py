@@ -1,0 +1,256 @@
+"""Channels: what the inserted operators call at run time.
+
+A channel belongs to one backend. It groups rows by expert, keeps the credit account, pairs every
+dispatch with its receive, combines the answers, and notes begin and end of both for the log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from afd_graph.connectors.base import Connector, WorkItem
+from afd_graph.errors import ConnectorError
+
+log = logging.getLogger(__name__)
+
+_channels: dict[str, Channel] = {}
+_names = itertools.count()
+
+
+def channel(name: str) -> Channel:
+    """Look up the open channel ``name``."""
+    try:
+        return _channels[name]
+    except KeyError:
+        raise ConnectorError(
+            f"channel {name!r} is not open in this process",
+            remedy="the backend was closed; compile the model again with a new backend",
+        ) from None
+
+
+@dataclass
+class _Pending:
+    ticket: int
+    layer: int
+    stage: int
+    tokens: int
+    top_k: int
+    position: torch.Tensor  # int64 [n * k]: row of the answer that belongs to (token, choice)
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """One boundary crossing: ``kind`` is ``dispatch`` or ``receive``; times in nanoseconds."""
+
+    kind: str
+    layer: int
+    stage: int
+    begin_ns: int
+    end_ns: int
+    rows: int
+
+
+class Channel:
+    """The attention side of one connector.
+
+    Args:
+        connector: moves the rows.
+        credits: un-received dispatches allowed; at most the connector's own.
+        timeout_s: longest wait for one answer, in seconds.
+        check_answers: look for NaN in every result.
+        layout_log: log one line per crossing, with the fields of the reference.
+        shared_layers: MoE layers whose shared experts run on the FFN side.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        *,
+        credits: int,
+        timeout_s: float,
+        check_answers: bool = True,
+        layout_log: bool = False,
+    ) -> None:
+        self.name = f"afd{next(_names)}"
+        self.connector = connector
+        self.credits = credits
+        self.timeout_s = timeout_s
+        self.check_answers = check_answers
+        self.layout_log = layout_log
+        self.shared_layers: set[int] = set()
+        self.num_experts: dict[int, int] = {}
+        self.observers: list[Callable[[Event], None]] = []
+        self._pending: deque[_Pending] = deque()
+        _channels[self.name] = self
+
+    def dispatch(self, hidden: torch.Tensor, topk_ids: torch.Tensor, layer: int, stage: int) -> int:
+        """Send ``hidden [n, h]`` to the experts ``topk_ids [n, k]``; returns the ticket.
+
+        Raises:
+            ConnectorError: no credit left, or the connector failed.
+        """
+        begin = time.perf_counter_ns() if self.observers else 0
+        if len(self._pending) >= self.credits:
+            waiting = [(p.layer, p.stage) for p in self._pending]
+            raise ConnectorError(
+                f"dispatch without a credit: {self.credits} allowed, un-received {waiting}",
+                layer=layer,
+                stage=stage,
+                remedy="this is a defect of the schedule; please report it",
+            )
+        tokens, top_k = topk_ids.shape
+        chosen = topk_ids.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts[layer]).tolist()
+        position = torch.empty_like(order)
+        position[order] = torch.arange(order.numel())
+        rows = self.connector.row_buffer(order.numel(), hidden.shape[1], hidden.dtype)
+        torch.index_select(hidden, 0, order.div_(top_k, rounding_mode="floor"), out=rows)
+        shared = layer in self.shared_layers
+        try:
+            ticket = self.connector.send(
+                WorkItem(layer, stage, rows, counts, hidden if shared else None)
+            )
+        except ConnectorError as error:
+            raise _located(error, layer, stage) from error
+        self._pending.append(_Pending(ticket, layer, stage, tokens, top_k, position, shared))
+        if self.layout_log:
+            self._log_layout("dispatch", tokens)
+        if self.observers:
+            self._observe(Event("dispatch", layer, stage, begin, time.perf_counter_ns(), tokens))
+        return ticket
+
+    def receive(
+        self,
+        ticket: int,
+        hidden: torch.Tensor,
+        topk_weights: torch.Tensor,
+        layer: int,
+        stage: int,
+    ) -> torch.Tensor:
+        """Wait for ``ticket`` and return the weighted sum over the chosen experts, ``[n, h]``.
+
+        The sum is taken in fp32 (fp64 for fp64 models) and rounded once to the dtype of
+        ``hidden``. The result is a fresh tensor.
+
+        Raises:
+            ConnectorError: wrong pairing, dead or stalled peer, wrong shape, NaN.
+        """
+        begin = time.perf_counter_ns() if self.observers else 0
+        pending = self._pending[0] if self._pending else None
+        if pending is None or (pending.ticket, pending.layer, pending.stage) != (
+            ticket,
+            layer,
+            stage,
+        ):
+            raise ConnectorError(
+                f"receive of ticket {ticket} does not match the oldest dispatch {pending}",
+                layer=layer,
+                stage=stage,
+                remedy="this is a defect of the schedule; please report it",
+            )
+        try:
+            rows, shared = self.connector.wait(ticket, self.timeout_s)
+        except ConnectorError as error:
+            raise _located(error, layer, stage) from error
+        self._pending.popleft()
+        expected = (pending.tokens * pending.top_k, hidden.shape[1])
+        if tuple(rows.shape) != expected or rows.dtype != hidden.dtype:
+            raise ConnectorError(
+                f"wrong answer: expected {expected} {hidden.dtype}, "
+                f"got {tuple(rows.shape)} {rows.dtype}",
+                layer=layer,
+                stage=stage,
+                remedy="check that both sides run the same model and version",
+            )
+        out = _combine(rows, pending.position, topk_weights, hidden.dtype, shared)
+        self.connector.release(ticket)
+        if self.check_answers and out.isnan().any() and not hidden.isnan().any():
+            raise ConnectorError(
+                "the experts answered NaN for finite rows",
+                layer=layer,
+                stage=stage,
+                remedy="check the experts' weights; check_answers=False lets NaN pass",
+            )
+        if self.layout_log:
+            self._log_layout("restore", pending.tokens)
+        if self.observers:
+            self._observe(
+                Event("receive", layer, stage, begin, time.perf_counter_ns(), pending.tokens)
+            )
+        return out
+
+    def abandon(self) -> None:
+        """Forget what a failed step left un-received."""
+        if self._pending:
+            self._pending.clear()
+            self.connector.abandon()
+
+    @property
+    def outstanding(self) -> int:
+        """Number of un-received dispatches."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Close the connector; idempotent."""
+        _channels.pop(self.name, None)
+        self._pending.clear()
+        self.connector.close()
+
+    def _observe(self, event: Event) -> None:
+        for observer in self.observers:
+            observer(event)
+
+    def _log_layout(self, phase: str, tokens: int) -> None:
+        # Without tensor parallelism every row is local; the fields stay those of the reference.
+        log.warning(
+            "AFD Async CAM layout; phase=%s sequence_parallel=%s tp_rank=%d tp_size=%d "
+            "parent_tokens=%d padded_tokens=%d local_slice=(%d,%d) local_tokens=%d "
+            "tp_all_gather=%s",
+            phase,
+            False,
+            0,
+            1,
+            tokens,
+            tokens,
+            0,
+            tokens,
+            tokens,
+            False,
+        )
+
+
+def _combine(
+    rows: torch.Tensor,
+    position: torch.Tensor,
+    topk_weights: torch.Tensor,
+    dtype: torch.dtype,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """Weighted sum over the choices of each token, accumulated in fp32 or wider."""
+    tokens, top_k = topk_weights.shape
+    wide = torch.promote_types(dtype, torch.float32)
+    position = position.view(tokens, top_k)
+    weights = topk_weights.to(wide)
+    total = torch.zeros(tokens, rows.shape[1], dtype=wide) if shared is None else shared.to(wide)
+    for choice in range(top_k):
+        part = rows.index_select(0, position[:, choice])
+        total.addcmul_(part.to(wide), weights[:, choice : choice + 1])
+    return total.to(dtype)
+
+
+def _located(error: ConnectorError, layer: int, stage: int) -> ConnectorError:
+    return type(error)(
+        error.what,
+        layer=layer if error.layer is None else error.layer,
+        stage=stage if error.stage is None else error.stage,
+        remedy=error.remedy,
+    )
