@@ -1,0 +1,128 @@
+"""Runs the expert programs on work items; the same on a thread, in a process, on another machine.
+
+1. :meth:`FFNExecutor.add` compiles each expression of a program once into a Python callable.
+2. :meth:`FFNExecutor.run` checks the item against its program, answers empty inputs without a
+   launch, and runs the rest without autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import afd_graph.ops  # noqa: F401  (registers afd::grouped_mm, which the programs call)
+from afd_graph.connectors.base import WorkItem
+from afd_graph.errors import ConnectorError
+from afd_graph.ffn.program import Expression, FFNProgram
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """An expression with its weights bound; ``call(*inputs)`` returns the answer."""
+
+    forward: Callable[..., torch.Tensor]
+    weights: tuple[torch.Tensor, ...]
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.forward(*inputs, *self.weights)
+
+
+class FFNExecutor:
+    """The experts of every layer that was added, and what runs them.
+
+    Weights are held by reference. One caller at a time: the executor keeps no lock.
+    """
+
+    def __init__(self) -> None:
+        self._programs: dict[int, FFNProgram] = {}
+        self._routed: dict[int, _Compiled] = {}
+        self._shared: dict[int, _Compiled] = {}
+
+    def add(self, program: FFNProgram) -> bool:
+        """Take the experts of one layer; return whether they were new.
+
+        A program of equal ``layer`` and ``key`` is known already and left out.
+
+        Raises:
+            ConnectorError: the layer has other experts, or a graph does not fit its weights.
+        """
+        known = self._programs.get(program.layer)
+        if known is not None:
+            if known is program or (known.key and known.key == program.key):
+                return False
+            raise ConnectorError(
+                f"the layer already has other experts (key {known.key!r}, now {program.key!r})",
+                layer=program.layer,
+                remedy="use one backend per model",
+            )
+        self._routed[program.layer] = _compile(program, program.routed, inputs=2)
+        if program.shared is not None:
+            self._shared[program.layer] = _compile(program, program.shared, inputs=1)
+        self._programs[program.layer] = program
+        return True
+
+    def run(self, item: WorkItem) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute ``item``; returns ``(rows [m, hidden], shared rows [n, hidden] or None)``.
+
+        Raises:
+            ConnectorError: the item does not fit the layer's program, or the experts failed;
+                carries layer and stage.
+        """
+        program = self._checked(item)
+        try:
+            with torch.no_grad():
+                rows = item.rows
+                if rows.shape[0]:
+                    counts = torch.tensor(item.counts, dtype=torch.int64, device=rows.device)
+                    rows = self._routed[item.layer](rows, counts)
+                shared = item.shared_rows
+                if shared is not None and shared.shape[0]:
+                    shared = self._shared[item.layer](shared)
+        except Exception as error:
+            raise ConnectorError(
+                f"the experts of {program.name or 'the layer'} failed: "
+                f"{type(error).__name__}: {error}",
+                layer=item.layer,
+                stage=item.stage,
+            ) from error
+        return rows, shared
+
+    def _checked(self, item: WorkItem) -> FFNProgram:
+        program = self._programs.get(item.layer)
+        problem = None
+        if program is None:
+            problem = f"no experts for this layer; layers here: {sorted(self._programs)}"
+        elif item.rows.dim() != 2 or item.rows.shape[1] != program.hidden_size:
+            problem = f"rows {tuple(item.rows.shape)} are not [m, {program.hidden_size}]"
+        elif item.rows.dtype != program.dtype:
+            problem = f"rows are {item.rows.dtype}, the experts {program.dtype}"
+        elif len(item.counts) != program.num_experts:
+            problem = f"{len(item.counts)} counts for {program.num_experts} experts"
+        elif sum(item.counts) != item.rows.shape[0] or min(item.counts) < 0:
+            problem = f"counts sum to {sum(item.counts)} for {item.rows.shape[0]} rows"
+        elif item.shared_rows is not None and program.shared is None:
+            problem = "shared rows for a layer whose shared experts are not on this side"
+        if problem is not None or program is None:
+            raise ConnectorError(
+                f"wrong work item: {problem}",
+                layer=item.layer,
+                stage=item.stage,
+                remedy="check that both sides run the same model and version",
+            )
+        return program
+
+
+def _compile(program: FFNProgram, expression: Expression, inputs: int) -> _Compiled:
+    placeholders = expression.graph.find_nodes(op="placeholder")
+    if len(placeholders) != inputs + len(expression.weights):
+        raise ConnectorError(
+            f"an expert program has {len(placeholders)} placeholders for {inputs} inputs and "
+            f"{len(expression.weights)} weights",
+            layer=program.layer,
+            remedy="this is a defect of the pass that carves out the experts; please report it",
+        )
+    module = fx.GraphModule(torch.nn.Module(), expression.graph)
+    return _Compiled(module.forward, tuple(weight for _, weight in expression.weights))
