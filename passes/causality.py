@@ -1,0 +1,259 @@
+"""Prove from the graph that an attention mask is causal.
+
+Stage 0 runs before the keys of stage 1 exist, so it must never attend to them. A mask is causal
+when query ``i`` may only see keys ``j <= i + offset``, where ``offset`` counts the keys that were
+there before the step. The proof follows the mask upwards:
+
+* a conjunction is causal when one side is; a cast, an expansion or a select with ``-inf`` for
+  what is masked keeps causality;
+* ``key_index <= query_index`` is causal when both are *affine*: one dimension's own index plus an
+  offset (``arange``, shifted, broadcast, or looked up in another affine table).
+
+What cannot be proven is reported with the node where the proof stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from afd_graph.passes.sizes import Size
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``value[..., x, ...] = x + constant + sum(terms)`` where ``x`` indexes dimension ``dim``.
+
+    Attributes:
+        dim: the dimension, counted from the right (``-1`` is the last); None for a scalar.
+        constant: symbolic integer.
+        terms: zero-dimensional integer tensors that are added, by node.
+    """
+
+    dim: int | None
+    constant: sympy.Expr
+    terms: tuple[fx.Node, ...] = ()
+
+    def plus(self, other: Affine, sign: int = 1) -> Affine | None:
+        """Sum or difference with a scalar; None when that is no longer affine."""
+        if other.dim is not None:
+            if self.dim is not None or sign != 1:
+                return None
+            return other.plus(self)
+        if sign == -1 and other.terms:
+            return None
+        return Affine(self.dim, self.constant + sign * other.constant, self.terms + other.terms)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far a query sees beyond its own index: ``constant + sum(terms)`` keys."""
+
+    constant: sympy.Expr
+    terms: tuple[fx.Node, ...] = ()
+
+    @staticmethod
+    def of_size(size: Size) -> Offset:
+        """The offset of a cache that holds ``size`` tokens."""
+        expr = sympy.Integer(size.coefficient)
+        for factor in size.factors():
+            expr = expr * factor
+        return Offset(expr)
+
+
+@dataclass
+class Verdict:
+    """Result of a proof.
+
+    Attributes:
+        causal: whether the mask is causal.
+        reason: why not.
+        equal_inputs: scalar graph inputs that the proof takes to be equal, to be checked when
+            the step runs: the caches of all layers count their tokens separately.
+    """
+
+    causal: bool
+    reason: str = ""
+    equal_inputs: tuple[tuple[fx.Node, fx.Node], ...] = field(default=())
+
+
+def affine(node: Any) -> Affine | None:
+    """Read an integer tensor (or number) as an affine function of one index, if it is one."""
+    if isinstance(node, (int, torch.SymInt)):
+        return Affine(None, _expr(node))
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("val")
+    if isinstance(value, (int, torch.SymInt)):
+        return Affine(None, _expr(value))
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return None
+    reader = _READERS.get(node.target) if node.op == "call_function" else None
+    if reader is not None:
+        return reader(node)
+    if value.dim() == 0:
+        return Affine(None, sympy.Integer(0), (node,))
+    return None
+
+
+def _expr(value: int | torch.SymInt) -> sympy.Expr:
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+
+
+def _rank(node: Any) -> int:
+    return node.meta["val"].dim()
+
+
+def _arange(node: fx.Node) -> Affine | None:
+    if node.target is aten.arange.default:
+        return Affine(-1, sympy.Integer(0))
+    start = affine(node.args[0])
+    step = node.args[2] if len(node.args) > 2 else 1
+    if start is None or step != 1:
+        return None
+    return Affine(-1, start.constant, start.terms)
+
+
+def _sum(sign: int) -> Callable[[fx.Node], Affine | None]:
+    def read(node: fx.Node) -> Affine | None:
+        if node.kwargs.get("alpha", 1) != 1:
+            return None
+        left, right = affine(node.args[0]), affine(node.args[1])
+        return None if left is None or right is None else left.plus(right, sign)
+
+    return read
+
+
+def _same(node: fx.Node) -> Affine | None:
+    return affine(node.args[0])
+
+
+def _unsqueeze(node: fx.Node) -> Affine | None:
+    inner = affine(node.args[0])
+    if inner is None or inner.dim is None:
+        return inner
+    rank, at = _rank(node.args[0]), node.args[1]
+    assert isinstance(at, int)
+    at = at + rank + 1 if at < 0 else at
+    # Counted from the right, a dimension moves only when the new one lies to its right.
+    dim = inner.dim if at <= inner.dim + rank else inner.dim - 1
+    return Affine(dim, inner.constant, inner.terms)
+
+
+def _index(node: fx.Node) -> Affine | None:
+    table, indices = node.args
+    inner = affine(table)
+    if inner is None or inner.dim is None or not isinstance(indices, (list, tuple)):
+        return None
+    at = inner.dim + _rank(table)
+    if len(indices) != _rank(table) or any(index is None for index in indices):
+        return None
+    chosen = affine(indices[at])
+    if chosen is None or chosen.dim is None:
+        return None
+    return Affine(chosen.dim, chosen.constant + inner.constant, chosen.terms + inner.terms)
+
+
+_READERS: dict[Any, Callable[[fx.Node], Affine | None]] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.add.Tensor: _sum(1),
+    aten.sub.Tensor: _sum(-1),
+    aten._to_copy.default: _same,
+    aten.expand.default: _same,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.index.Tensor: _index,
+}
+
+_KEEP = frozenset(
+    {
+        aten.expand.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.contiguous.default,
+    }
+)
+_AND = frozenset(
+    {aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor, operator.and_}
+)
+
+
+def prove_causal(mask: fx.Node, offset: Offset) -> Verdict:
+    """Whether ``mask [..., queries, keys]`` lets query ``i`` see only keys ``<= i + offset``."""
+    return _prove(mask, offset)
+
+
+def _prove(node: Any, offset: Offset) -> Verdict:
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        name = node.name if isinstance(node, fx.Node) else repr(node)
+        return Verdict(False, f"mask value {name} comes from outside the graph")
+    target = node.target
+    if target in _KEEP:
+        return _prove(node.args[0], offset)
+    if target in _AND or (target is aten.add.Tensor and node.meta["val"].is_floating_point()):
+        left = _prove(node.args[0], offset)
+        return left if left.causal else _prove(node.args[1], offset)
+    if target in (aten.le.Tensor, aten.lt.Tensor):
+        return _compare(node, node.args[0], node.args[1], target is aten.lt.Tensor, offset)
+    if target in (aten.ge.Tensor, aten.gt.Tensor):
+        return _compare(node, node.args[1], node.args[0], target is aten.gt.Tensor, offset)
+    if target is aten.where.self and _is_masked_value(node.args[2]):
+        return _prove(node.args[0], offset)
+    if target is aten.tril.default:
+        diagonal = node.args[1] if len(node.args) > 1 else 0
+        return _within(node, Offset(_expr(diagonal)), offset)  # type: ignore[arg-type]
+    if target is aten.unsqueeze.default and node.args[1] in (0, 1) and _rank(node) > 2:
+        return _prove(node.args[0], offset)
+    return Verdict(False, f"{node.name} ({target}) does not show that the mask is causal")
+
+
+def _compare(node: fx.Node, keys: Any, queries: Any, strict: bool, offset: Offset) -> Verdict:
+    key, query = affine(keys), affine(queries)
+    if key is None or query is None:
+        return Verdict(False, f"{node.name} does not compare plain token positions")
+    if key.dim != -1 or query.dim != -2 or key.terms:
+        return Verdict(False, f"{node.name} does not compare a key index with a query index")
+    reach = Offset(query.constant - key.constant - int(strict), query.terms)
+    return _within(node, reach, offset)
+
+
+def _within(node: fx.Node, reach: Offset, offset: Offset) -> Verdict:
+    """Whether seeing ``reach`` beyond one's own index stays within ``offset``."""
+    missing = list((Counter(reach.terms) - Counter(offset.terms)).elements())
+    extra = list((Counter(offset.terms) - Counter(reach.terms)).elements())
+    surplus = sympy.expand(reach.constant - offset.constant)
+    if len(missing) != len(extra) or not (surplus.is_Integer and surplus <= 0):
+        return Verdict(
+            False,
+            f"{node.name} lets a query see {reach.constant} keys beyond its own index, "
+            f"{offset.constant} are known to be there",
+        )
+    if any(n.op != "placeholder" for n in missing + extra):
+        return Verdict(False, f"{node.name} compares with an offset that is computed")
+    return Verdict(True, equal_inputs=tuple(zip(missing, extra, strict=True)))
+
+
+def _is_masked_value(node: Any) -> bool:
+    """Whether a select's other value masks: ``-inf``.
+
+    The lowest finite value does not: a row that is masked as a whole would see every key.
+    """
+    if isinstance(node, fx.Node):
+        if node.target not in (aten.scalar_tensor.default, aten.full.default):
+            return False
+        node = node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]
+    return isinstance(node, float) and node == -math.inf

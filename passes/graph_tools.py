@@ -1,0 +1,59 @@
+"""Small questions that several passes ask of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+
+def ancestors(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) -> set[fx.Node]:
+    """All nodes that ``nodes`` depend on, themselves included; not beyond ``within``."""
+    return _closure(nodes, lambda node: node.all_input_nodes, within)
+
+
+def descendants(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) -> set[fx.Node]:
+    """All nodes that depend on ``nodes``, themselves included; not beyond ``within``."""
+    return _closure(nodes, lambda node: list(node.users), within)
+
+
+def _closure(nodes, neighbours, within):  # type: ignore[no-untyped-def]
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in found or (within is not None and node not in within):
+            continue
+        found.add(node)
+        stack.extend(neighbours(node))
+    return found
+
+
+def module_path(node: fx.Node) -> str | None:
+    """Path of the innermost module that the node was traced in, if the graph still tells."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    entry = next(reversed(stack.values()))
+    path = entry[0] if isinstance(entry, tuple) else str(entry)
+    return clean_path(path)
+
+
+def clean_path(path: str) -> str:
+    """Turn ``L['self']._modules['model']._modules['norm']`` into ``model.norm``."""
+    path = path.replace("L['self']", "").replace("self.", "", 1)
+    for kind in ("_modules", "_parameters", "_buffers"):
+        path = path.replace(f".{kind}['", ".").replace(f"{kind}['", ".")
+    return path.replace("']", "").replace("['", ".").strip(".")
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The user's source line that produced the node: ``file:line``."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return None
+    pieces = lines[-1].split(", ")
+    return pieces[0].removeprefix("File ").strip('"') + ":" + pieces[1].removeprefix("line ")
