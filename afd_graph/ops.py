@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx.node import has_side_effect
 
+from afd_graph.ffn.grouped_mm import grouped_mm_into
 from afd_graph.runtime import channel as _channel
 
 _library = torch.library.Library("afd", "DEF")
@@ -64,13 +65,7 @@ def _receive_fake(
 
 def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     out = rows.new_empty((rows.shape[0], weight.shape[-1]))
-    start = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            stop = start + count
-            torch.mm(rows[start:stop], weight[expert], out=out[start:stop])
-            start = stop
-    return out
+    return grouped_mm_into(rows, weight, counts, out)
 
 
 def _grouped_mm_fake(

@@ -17,6 +17,7 @@ import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.errors import ConnectorError
+from afd_graph.routing import combine, group_by_expert, has_nan
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,12 @@ class Channel:
         timeout_s: longest wait for one answer, in seconds.
         check_answers: look for NaN in every result.
         layout_log: log one line per crossing, with the fields of the reference.
+
+    Attributes:
+        name: what the operators carry to find this channel.
+        num_experts: number of experts of each MoE layer that may be dispatched to.
         shared_layers: MoE layers whose shared experts run on the FFN side.
+        observers: called with an :class:`Event` after every crossing.
     """
 
     def __init__(
@@ -106,16 +112,27 @@ class Channel:
                 stage=stage,
                 remedy="this is a defect of the schedule; please report it",
             )
+        experts = self.num_experts.get(layer)
+        if experts is None:
+            raise ConnectorError(
+                f"no experts for this layer; layers here: {sorted(self.num_experts)}",
+                layer=layer,
+                stage=stage,
+                remedy="this is a defect of the backend; please report it",
+            )
         tokens, top_k = topk_ids.shape
-        chosen = topk_ids.reshape(-1)
-        order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=self.num_experts[layer]).tolist()
-        position = torch.empty_like(order)
-        position[order] = torch.arange(order.numel())
-        rows = self.connector.row_buffer(order.numel(), hidden.shape[1], hidden.dtype)
-        torch.index_select(hidden, 0, order.div_(top_k, rounding_mode="floor"), out=rows)
+        source, counts, position = group_by_expert(topk_ids, experts)
+        if len(counts) > experts:
+            raise ConnectorError(
+                f"the gate chose expert {len(counts) - 1} of {experts}",
+                layer=layer,
+                stage=stage,
+                remedy="check the model's gate",
+            )
         shared = layer in self.shared_layers
         try:
+            rows = self.connector.row_buffer(source.numel(), hidden.shape[1], hidden.dtype)
+            torch.index_select(hidden, 0, source, out=rows)
             ticket = self.connector.send(
                 WorkItem(layer, stage, rows, counts, hidden if shared else None)
             )
@@ -162,18 +179,14 @@ class Channel:
         except ConnectorError as error:
             raise _located(error, layer, stage) from error
         self._pending.popleft()
-        expected = (pending.tokens * pending.top_k, hidden.shape[1])
-        if tuple(rows.shape) != expected or rows.dtype != hidden.dtype:
-            raise ConnectorError(
-                f"wrong answer: expected {expected} {hidden.dtype}, "
-                f"got {tuple(rows.shape)} {rows.dtype}",
-                layer=layer,
-                stage=stage,
-                remedy="check that both sides run the same model and version",
-            )
-        out = _combine(rows, pending.position, topk_weights, hidden.dtype, shared)
-        self.connector.release(ticket)
-        if self.check_answers and out.isnan().any() and not hidden.isnan().any():
+        try:
+            _check_answer("rows", rows, pending.tokens * pending.top_k, hidden, layer, stage)
+            if pending.shared:
+                _check_answer("shared rows", shared, pending.tokens, hidden, layer, stage)
+            out = combine(rows, pending.position, topk_weights, hidden.dtype, shared)
+        finally:
+            self.connector.release(ticket)
+        if self.check_answers and has_nan(out) and not has_nan(hidden):
             raise ConnectorError(
                 "the experts answered NaN for finite rows",
                 layer=layer,
@@ -228,23 +241,24 @@ class Channel:
         )
 
 
-def _combine(
-    rows: torch.Tensor,
-    position: torch.Tensor,
-    topk_weights: torch.Tensor,
-    dtype: torch.dtype,
-    shared: torch.Tensor | None,
-) -> torch.Tensor:
-    """Weighted sum over the choices of each token, accumulated in fp32 or wider."""
-    tokens, top_k = topk_weights.shape
-    wide = torch.promote_types(dtype, torch.float32)
-    position = position.view(tokens, top_k)
-    weights = topk_weights.to(wide)
-    total = torch.zeros(tokens, rows.shape[1], dtype=wide) if shared is None else shared.to(wide)
-    for choice in range(top_k):
-        part = rows.index_select(0, position[:, choice])
-        total.addcmul_(part.to(wide), weights[:, choice : choice + 1])
-    return total.to(dtype)
+def _check_answer(
+    what: str,
+    answer: torch.Tensor | None,
+    rows: int,
+    hidden: torch.Tensor,
+    layer: int,
+    stage: int,
+) -> None:
+    expected = (rows, hidden.shape[1])
+    if answer is not None and answer.shape == expected and answer.dtype == hidden.dtype:
+        return
+    got = "none" if answer is None else f"{tuple(answer.shape)} {answer.dtype}"
+    raise ConnectorError(
+        f"wrong answer: expected {what} {expected} {hidden.dtype}, got {got}",
+        layer=layer,
+        stage=stage,
+        remedy="check that both sides run the same model and version",
+    )
 
 
 def _located(error: ConnectorError, layer: int, stage: int) -> ConnectorError:

@@ -1,0 +1,106 @@
+"""Every use of private PyTorch API, in one place, checked against the version it was written for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+TESTED_VERSIONS = ("2.13",)
+
+
+def aot_compile(
+    gm: fx.GraphModule, example_inputs: list[Any], compiler: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Run AOTAutograd for inference and hand the functional ATen graph to ``compiler``.
+
+    Input mutations (static caches) stay in the graph as ``copy_`` nodes.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        inference_compiler=compiler,
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that takes its inputs as one list, which it may clear."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def input_source(node: fx.Node) -> str | None:
+    """Where Dynamo took a graph input from, such as ``L['self']._modules['model']...``."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake tensor mode of the graph's metadata."""
+    from torch._dynamo.utils import detect_fake_mode
+
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    return detect_fake_mode([v for v in values if v is not None])
+
+
+def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
+    """A fresh symbolic size that takes the value of an extra graph input."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    mode = fake_mode_of(graph)
+    env = mode.shape_env if mode is not None and mode.shape_env is not None else ShapeEnv()
+    source = ConstantSource(f"__{name}_{len(env.var_to_val) if hasattr(env, 'var_to_val') else 0}")
+    symbol = env.create_symbol(
+        hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+    )
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def trace_graph(name: str, gm: fx.GraphModule) -> None:
+    """Write a graph to ``TORCH_TRACE`` (tlparse) when that is on."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "graph_dump",
+        metadata_fn=lambda: {"name": name},
+        payload_fn=lambda: gm.print_readable(
+            print_output=False, include_stride=True, include_device=True
+        ),
+    )
+
+
+def backend_of(compiled: Any) -> Any:
+    """The backend that ``torch.compile`` was given, from what it returned; None if unknown."""
+    context = getattr(compiled, "dynamo_ctx", None)
+    current = getattr(context, "callback", None) or getattr(
+        compiled, "_torchdynamo_orig_backend", None
+    )
+    for _ in range(8):
+        if current is None:
+            return None
+        inner = (
+            getattr(current, "_torchdynamo_orig_backend", None)
+            or getattr(current, "_torchdynamo_orig_callable", None)
+            or getattr(current, "compiler_fn", None)
+        )
+        if inner is None:
+            return current
+        current = inner
+    return current
+
+
+def has_fast_mm(dtype: torch.dtype) -> bool:
+    """Whether ``mm`` on this CPU has a kernel of its own for ``dtype``."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
