@@ -1,4 +1,7 @@
-"""Every use of private PyTorch API, in one place, checked against the version it was written for."""
+"""Everything private of PyTorch that this package relies on, and nothing else.
+
+Tested against the PyTorch version that ``pyproject.toml`` pins.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-TESTED_VERSIONS = ("2.13",)
+
+def has_fast_mm(dtype: torch.dtype) -> bool:
+    """Whether ``mm`` on this CPU has a kernel of its own for ``dtype``."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def aot_compile(
@@ -28,9 +38,13 @@ def aot_compile(
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that takes its inputs as one list, which it may clear."""
-    function._boxed_call = True  # type: ignore[attr-defined]
-    return function
+    """Return a function that takes its inputs as one list."""
+
+    def call(inputs: list[Any]) -> Any:
+        return function(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def input_source(node: fx.Node) -> str | None:
@@ -57,7 +71,7 @@ def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
 
     mode = fake_mode_of(graph)
     env = mode.shape_env if mode is not None and mode.shape_env is not None else ShapeEnv()
-    source = ConstantSource(f"__{name}_{len(env.var_to_val) if hasattr(env, 'var_to_val') else 0}")
+    source = ConstantSource(f"{name}_{len(env.source_to_var)}")
     symbol = env.create_symbol(
         hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
     )
@@ -80,27 +94,12 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
 def backend_of(compiled: Any) -> Any:
     """The backend that ``torch.compile`` was given, from what it returned; None if unknown."""
     context = getattr(compiled, "dynamo_ctx", None)
-    current = getattr(context, "callback", None) or getattr(
-        compiled, "_torchdynamo_orig_backend", None
-    )
-    for _ in range(8):
-        if current is None:
-            return None
-        inner = (
-            getattr(current, "_torchdynamo_orig_backend", None)
-            or getattr(current, "_torchdynamo_orig_callable", None)
-            or getattr(current, "compiler_fn", None)
+    current = getattr(context, "callback", None)
+    while current is not None:
+        inner = getattr(current, "_torchdynamo_orig_backend", None) or getattr(
+            current, "compiler_fn", None
         )
         if inner is None:
             return current
         current = inner
-    return current
-
-
-def has_fast_mm(dtype: torch.dtype) -> bool:
-    """Whether ``mm`` on this CPU has a kernel of its own for ``dtype``."""
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
+    return None

@@ -39,9 +39,18 @@ def insert_dispatch(
     matches: Sequence[Match],
     weight_of: WeightLookup,
     channel: str,
+    number: Callable[[Match], int],
     shared_experts: str = "attention",
 ) -> list[FFNProgram]:
     """Rewrite ``graph`` in place; returns the programs in layer order.
+
+    Args:
+        graph: the normalised graph.
+        matches: its MoE layers.
+        weight_of: finds parameters.
+        channel: name of the runtime channel.
+        number: number of a layer on the FFN side; graphs of one model share them.
+        shared_experts: side that computes the shared experts.
 
     Raises:
         UnsupportedError: an expert weight is computed from something that is not a parameter.
@@ -52,7 +61,7 @@ def insert_dispatch(
         shared = match.shared if moves else None
         programs.append(
             FFNProgram(
-                layer=match.index,
+                layer=number(match),
                 name=match.name,
                 num_experts=match.num_experts,
                 hidden_size=int(match.hidden.meta["val"].shape[-1]),
@@ -61,7 +70,7 @@ def insert_dispatch(
                 shared=None if shared is None else _shared_program(match, shared, weight_of),
             )
         )
-        _replace(graph, match, shared, channel)
+        _replace(graph, match, shared, channel, programs[-1].layer)
     graph.eliminate_dead_code()
     return programs
 
@@ -165,20 +174,22 @@ def _shared_program(match: Match, shared: SharedExperts, weight_of: WeightLookup
     return carver.finish(carver.env[shared.output])
 
 
-def _replace(graph: fx.Graph, match: Match, shared: SharedExperts | None, channel: str) -> None:
+def _replace(
+    graph: fx.Graph, match: Match, shared: SharedExperts | None, channel: str, layer: int
+) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = (match.hidden, match.topk_ids, match.topk_weights)
     behind = max(inputs, key=order.__getitem__)
     hidden_value, output_value = match.hidden.meta["val"], match.output.meta["val"]
     with graph.inserting_after(behind):
         handle = graph.call_function(
-            afd.cam_dispatch.default, (match.hidden, match.topk_ids, match.index, 0, channel)
+            afd.cam_dispatch.default, (match.hidden, match.topk_ids, layer, 0, channel)
         )
     handle.meta = _meta(match.output, hidden_value.new_empty((1,), dtype=torch.int64))
     with graph.inserting_after(handle):
         received = graph.call_function(
             afd.cam_receive.default,
-            (handle, match.hidden, match.topk_weights, match.index, 0, channel),
+            (handle, match.hidden, match.topk_weights, layer, 0, channel),
         )
     received.meta = _meta(match.output, hidden_value.new_empty(hidden_value.shape))
     result = received

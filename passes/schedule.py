@@ -41,15 +41,27 @@ class _Scheduler:
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.dispatches = {_place(n): n for n in self.nodes if n.target is DISPATCH}
-        self.receives = {_place(n): n for n in self.nodes if n.target is RECEIVE}
+        # Layers are numbered per connector; the order of a graph counts its own.
+        self.ordinal: dict[int, int] = {}
+        for node in self.nodes:
+            if node.target is DISPATCH:
+                self.ordinal.setdefault(node.args[-3], len(self.ordinal))  # type: ignore[arg-type]
+        self.dispatches = {self._place(n): n for n in self.nodes if n.target is DISPATCH}
+        self.receives = {self._place(n): n for n in self.nodes if n.target is RECEIVE}
         self.layers = len(self.dispatches) // num_stages
         self.num_stages = num_stages
         self.steps = by_credits(self.layers, credits, num_stages)
         self.order: list[fx.Node] = []
         self.emitted: set[fx.Node] = set()
 
+    def _place(self, node: fx.Node) -> tuple[int, int]:
+        layer, stage = node.args[-3:-1]
+        assert isinstance(layer, int)
+        assert isinstance(stage, int)
+        return self.ordinal[layer], stage
+
     def run(self) -> list[Step]:
+        """Emit in order, then rearrange the graph."""
         self._emit(node for node in self.nodes if node.op == "placeholder")
         waiting = self._by_readiness()
         received = dict.fromkeys(range(self.num_stages), -1)
@@ -61,6 +73,7 @@ class _Scheduler:
                 self._emit([self.dispatches[place]])
                 self._emit_ready(waiting, step.stage, step.layer - 1, received)
             else:
+                self._emit_needs(self.receives[place])
                 self._emit([self.receives[place]])
                 received[step.stage] = step.layer
                 if step.layer == self.layers - 1:
@@ -79,7 +92,7 @@ class _Scheduler:
             for source in node.all_input_nodes:
                 need = [max(pair) for pair in zip(need, needs[source], strict=True)]
             if node.target is RECEIVE:
-                layer, stage = _place(node)
+                layer, stage = self._place(node)
                 need[stage] = max(need[stage], layer)
             needs[node] = tuple(need)
             stage = node.meta.get("afd_stage", 0 if self.num_stages == 1 else None)
@@ -134,10 +147,3 @@ class _Without(set):  # type: ignore[type-arg]
 
     def __contains__(self, node: object) -> bool:
         return node not in self._excluded
-
-
-def _place(node: fx.Node) -> tuple[int, int]:
-    layer, stage = node.args[-3:-1]
-    assert isinstance(layer, int)
-    assert isinstance(stage, int)
-    return layer, stage

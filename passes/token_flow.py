@@ -41,6 +41,7 @@ from afd_graph.passes.flow_rules import (
 from afd_graph.passes.graph_tools import ancestors, source_line
 from afd_graph.passes.sizes import Size, shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
+from afd_graph.planner import NoSplitReason
 
 aten = torch.ops.aten
 afd = torch.ops.afd
@@ -61,6 +62,16 @@ _PRODUCTS = frozenset(
         ATTENTION,
     }
 )
+
+
+class NoTokenAxis(UnsupportedError):
+    """There is nothing to cut: the step has one token, or one request.
+
+    Attributes:
+        reason: the planner's word for it.
+    """
+
+    reason = ""
 
 
 @dataclass(frozen=True)
@@ -189,12 +200,16 @@ def infer_token_flow(
             return flow
     if reasons:
         raise reasons[0]
-    raise UnsupportedError(
+    nothing = NoTokenAxis(
         f"no {mode} dimension of {seed.name} {list(tensor(seed).shape)} reaches the experts",
         node=seed.name,
         source=source_line(seed),
         remedy="use the other split policy, or give more than one token and one request",
     )
+    nothing.reason = str(
+        NoSplitReason.SINGLE_REQUEST if mode == "batch" else NoSplitReason.SINGLE_TOKEN
+    )
+    raise nothing
 
 
 class _Walk:

@@ -78,8 +78,7 @@ def _credits(graph: fx.Graph, after: str, credits: int) -> None:
                 raise _fail(
                     after, node, f"{len(outstanding)} un-received dispatches, {credits} allowed"
                 )
-        elif node.target is RECEIVE:
-            if outstanding.pop(0) is not node.args[0]:
-                raise _fail(after, node, "answers are received out of order")
+        elif node.target is RECEIVE and outstanding.pop(0) is not node.args[0]:
+            raise _fail(after, node, "answers are received out of order")
     if outstanding:
         raise _fail(after, outstanding[0], "a dispatch is never received")

@@ -1,0 +1,338 @@
+"""The ``torch.compile`` backend: from a captured graph to a callable that overlaps both sides.
+
+The path of a graph: Dynamo hands it over, attention is kept whole, AOTAutograd makes it
+functional, the pipeline makes two attention programs and the experts of it, a lowering makes them
+callable. The path of a step: the chooser decides, the program runs, dispatch and receive go
+through the backend's channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import afd_graph.ops  # noqa: F401  (registers the operators)
+from afd_graph import _compat
+from afd_graph.attention import keep_attention_whole
+from afd_graph.config import AFDConfig
+from afd_graph.connectors import Connector, create_connector
+from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
+from afd_graph.lowering import lower
+from afd_graph.passes.graph_tools import clean_path
+from afd_graph.passes.match import Match
+from afd_graph.pipeline import Pipeline, Programs
+from afd_graph.report import GraphReport, LayerReport, Report
+from afd_graph.runtime import Channel
+from afd_graph.step import StepChooser
+
+log = logging.getLogger(__name__)
+
+
+class AFDBackend:
+    """A backend for ``torch.compile(model, backend=AFDBackend(AFDConfig(...)))``.
+
+    One backend serves one model: all graphs captured from it (prefill, decode, other shapes)
+    share the experts, which are handed to the connector once.
+
+    Args:
+        config: options; defaults and environment when None.
+        connector: an already built connector instead of ``config.connector``.
+    """
+
+    def __init__(self, config: AFDConfig | None = None, connector: Connector | None = None) -> None:
+        self.config = config if config is not None else AFDConfig.from_options()
+        self._connector = connector or create_connector(
+            self.config.connector, self.config.connector_options
+        )
+        offered = self._connector.credits
+        if self.config.credits is not None and self.config.credits > offered:
+            self._connector.close()
+            raise ConfigError(
+                f"credits={self.config.credits} is more than connector "
+                f"{self.config.connector!r} holds ({offered})",
+                remedy=f"set credits to {offered} or less",
+            )
+        self.credits = self.config.credits or offered
+        self.channel = Channel(
+            self._connector,
+            credits=self.credits,
+            timeout_s=self.config.timeout_s,
+            check_answers=self.config.check_answers,
+            layout_log=self.config.layout_log,
+        )
+        order = "receive-first" if self.credits == 1 else "send-first"
+        self._report = Report(credits=self.credits, order=order)
+        self._layers = _LayerRegistry()
+        self._finalizer = weakref.finalize(self, self.channel.close)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Compile one captured graph; called by ``torch.compile``.
+
+        Raises:
+            TrainingError: gradients would be needed.
+            UnsupportedError: the graph cannot be split and ``on_unsupported`` is ``error``.
+        """
+        if not self._finalizer.alive:
+            raise ConnectorError(
+                "this backend was closed", remedy="compile the model with a new AFDBackend"
+            )
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+        ):
+            raise TrainingError(
+                "the AFD backend compiles inference only, and gradients are enabled",
+                remedy="call the compiled model under torch.no_grad() or torch.inference_mode()",
+            )
+        keep_attention_whole(gm.graph)
+        inputs = [
+            _Input(_compat.input_source(node), value)
+            for node, value in zip(
+                (n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=True
+            )
+        ]
+        compiled: list[_CompiledGraph] = []
+
+        def compile_aten(aten: fx.GraphModule, _fakes: Sequence[Any]) -> Callable[..., Any]:
+            graph = self._compile(aten, inputs)
+            compiled.append(graph)
+            return _compat.boxed(graph.run)
+
+        runner = _compat.aot_compile(gm, example_inputs, compile_aten)
+        return _guarded(runner, compiled[0].experts) if compiled else runner
+
+    def _compile(self, gm: fx.GraphModule, inputs: list[_Input]) -> _CompiledGraph:
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        if len(placeholders) != len(inputs):
+            raise AFDError(
+                f"the functional graph has {len(placeholders)} inputs, the captured one "
+                f"{len(inputs)}: they cannot be matched",
+                remedy="please report the model",
+            )
+        by_node = dict(zip(placeholders, inputs, strict=True))
+        experts: dict[int, torch.Tensor] = {}
+
+        def weight_of(node: fx.Node) -> tuple[str, torch.Tensor] | None:
+            if node.op == "get_attr":
+                value = getattr(gm, str(node.target))
+                return str(node.target), value
+            found = by_node[node]
+            if not isinstance(found.value, torch.nn.Parameter) and not found.is_buffer:
+                return None
+            experts[placeholders.index(node)] = found.value
+            return found.name, found.value
+
+        def number(match: Match) -> int:
+            key = tuple(_root(product.weight) for product in match.products)
+            weights = tuple(by_node[node].value if node in by_node else node for node in key)
+            return self._layers.number(weights)
+
+        pipeline = Pipeline(
+            self.config,
+            channel=self.channel.name,
+            credits=self.credits,
+            with_shapes=self.config.lowering != "eager" or self.config.dump_dir is not None,
+        )
+        programs = pipeline.run(gm, weight_of, number)
+        for program in programs.ffn:
+            self._connector.add_program(program)
+            self.channel.num_experts[program.layer] = program.num_experts
+            if program.shared is not None:
+                self.channel.shared_layers.add(program.layer)
+        self._note(programs)
+        unsplit = lower(self.config.lowering, programs.unsplit)
+        split = None
+        chooser = None
+        if programs.split is not None:
+            assert programs.flow is not None
+            split = lower(self.config.lowering, programs.split)
+            chooser = StepChooser(programs.unsplit.graph, programs.flow, self.config)
+        return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, experts)
+
+    def _note(self, programs: Programs) -> None:
+        known = {layer.index for layer in self._report.layers}
+        numbers = [program.layer for program in programs.ffn]
+        for match, layer in zip(programs.matches, numbers, strict=True):
+            if layer not in known:
+                self._report.layers.append(
+                    LayerReport(
+                        layer, match.name, match.num_experts, match.top_k, match.shared_experts
+                    )
+                )
+        graph = GraphReport(
+            layers=numbers,
+            mode=None if programs.flow is None else programs.flow.mode,
+            unsplit_reason=programs.unsplit_reason,
+            no_match=[str(failure) for failure in programs.no_match],
+            pass_seconds=dict(programs.pass_seconds),
+            nodes_before=programs.nodes_before,
+            nodes_after=programs.nodes_after,
+            edits=dict(programs.edits),
+        )
+        self._report.graphs.append(graph)
+        self._report.nodes_before += graph.nodes_before
+        self._report.nodes_after += graph.nodes_after
+        for name, seconds in graph.pass_seconds.items():
+            self._report.pass_seconds[name] = self._report.pass_seconds.get(name, 0.0) + seconds
+        what = f"{len(numbers)} MoE layers" if numbers else "no MoE layer: runs as captured"
+        how = f"two stages ({graph.mode})" if graph.mode else f"unsplit: {graph.unsplit_reason}"
+        log.info(
+            "compiled a graph of %d nodes: %s, %s, %d nodes emitted",
+            graph.nodes_before,
+            what,
+            how,
+            graph.nodes_after,
+        )
+        for failure in graph.no_match:
+            log.warning("expert products that do not match: %s", failure)
+
+    def report(self) -> Report:
+        """What was compiled and what ran so far."""
+        return self._report
+
+    def close(self) -> None:
+        """Stop the FFN side and free what it holds; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> AFDBackend:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Input:
+    """One input of the captured graph."""
+
+    def __init__(self, source: str | None, value: Any) -> None:
+        self.name = clean_path(source) if source else "?"
+        self.is_buffer = source is not None and "._buffers[" in source
+        self.value = value
+
+
+class _LayerRegistry:
+    """Numbers MoE layers by the identity of their weights, the same in every graph of a model."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._alive: list[Any] = []
+
+    def number(self, weights: tuple[Any, ...]) -> int:
+        key = tuple(id(weight) for weight in weights)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._alive.append(weights)
+        return self._numbers[key]
+
+
+class _CompiledGraph:
+    """Both variants of one graph, and the choice between them."""
+
+    def __init__(
+        self,
+        backend: AFDBackend,
+        unsplit: Callable[[Sequence[Any]], Any],
+        split: Callable[[Sequence[Any]], Any] | None,
+        chooser: StepChooser | None,
+        unsplit_reason: str | None,
+        experts: dict[int, torch.Tensor],
+    ) -> None:
+        self._report = backend.report()
+        self._channel = backend.channel
+        self._unsplit = unsplit
+        self._split = split
+        self._chooser = chooser
+        self._unsplit_reason = unsplit_reason or ""
+        self.experts = experts
+
+    def run(self, inputs: list[Any]) -> Any:
+        cut = self._unsplit_reason if self._chooser is None else self._chooser.cut(inputs)
+        try:
+            if isinstance(cut, str):
+                outputs = self._unsplit(inputs)
+                self._report.steps_unsplit[cut] += 1
+            else:
+                assert self._split is not None
+                outputs = self._split([*inputs, cut])
+                self._report.steps_split += 1
+        except BaseException:
+            self._channel.abandon()
+            raise
+        return outputs
+
+
+def _guarded(runner: Callable[..., Any], experts: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
+    """Refuse a step whose expert weights are not the ones that the FFN side holds."""
+    bound = tuple(experts.items())
+
+    def run(*inputs: Any) -> Any:
+        for position, weight in bound:
+            if inputs[position] is not weight:
+                raise ConnectorError(
+                    "an expert weight was replaced after the model was compiled",
+                    remedy="load weights before the first call, or compile again with a new "
+                    "backend after torch.compiler.reset()",
+                )
+        return runner(*inputs)
+
+    return run
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function":
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+_default_backends: dict[str, AFDBackend] = {}
+
+
+def afd_backend(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile with options from ``torch.compile(options=...)`` and the environment.
+
+    ``torch.compile(model, backend=afd_backend)`` or ``backend="afd"``. Calls with equal options
+    share one :class:`AFDBackend`.
+    """
+    config = AFDConfig.from_options(options)
+    key = config.digest() + str((config.layout_log, config.dump_dir))
+    backend = _default_backends.get(key)
+    if backend is None or not backend._finalizer.alive:
+        backend = _default_backends[key] = AFDBackend(config)
+    return backend(gm, example_inputs)
+
+
+def report(compiled: Any = None) -> Report:
+    """The report of a compiled model, or of the last default backend.
+
+    Raises:
+        AFDError: nothing was compiled with this package.
+    """
+    backend = None if compiled is None else _compat.backend_of(compiled)
+    if isinstance(backend, AFDBackend):
+        return backend.report()
+    if not _default_backends:
+        raise AFDError(
+            "no model was compiled with the AFD backend yet",
+            remedy="call torch.compile(model, backend=afd_graph.afd_backend) and run it once",
+        )
+    return next(reversed(_default_backends.values())).report()
+
+
+def close_default_backends() -> None:
+    """Close every backend that :func:`afd_backend` made."""
+    with contextlib.ExitStack() as stack:
+        for backend in _default_backends.values():
+            stack.callback(backend.close)
+    _default_backends.clear()

@@ -1,0 +1,113 @@
+"""What was compiled and what ran: a typed object that prints as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One MoE layer, as matched.
+
+    Attributes:
+        index: number of the layer on the FFN side, in order of first appearance.
+        name: module path, when the graph tells it.
+        experts: routed experts.
+        top_k: choices per token.
+        shared: shared experts, counted in widths of a routed one.
+    """
+
+    index: int
+    name: str | None
+    experts: int
+    top_k: int
+    shared: int
+
+
+@dataclass
+class GraphReport:
+    """One captured graph.
+
+    Attributes:
+        layers: indices of its MoE layers.
+        mode: ``sequence``, ``batch`` or ``rows`` when it has a two-stage variant, else None.
+        unsplit_reason: why it has no two-stage variant.
+        no_match: what looked like experts and did not match, with the reason.
+        pass_seconds: seconds per pass.
+        nodes_before: nodes of the captured ATen graph.
+        nodes_after: nodes of the two-stage graph, or of the unsplit one.
+        edits: what each pass counted.
+    """
+
+    layers: list[int] = field(default_factory=list)
+    mode: str | None = None
+    unsplit_reason: str | None = None
+    no_match: list[str] = field(default_factory=list)
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    edits: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Everything that a backend compiled and ran so far.
+
+    Attributes:
+        layers: MoE layers.
+        steps_split: steps that ran in two stages.
+        steps_unsplit: steps that ran as one, by reason.
+        pass_seconds: seconds per pass, over all graphs.
+        nodes_before: nodes of all captured ATen graphs.
+        nodes_after: nodes of all emitted graphs.
+        credits: un-received dispatches allowed.
+        order: ``receive-first`` or ``send-first``.
+        graphs: one entry per captured graph.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    steps_split: int = 0
+    steps_unsplit: Counter[str] = field(default_factory=Counter)
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    credits: int = 0
+    order: str = ""
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.layers)} MoE layers, {len(self.graphs)} graphs"]
+        if self.layers:
+            rows = [("index", "layer", "experts", "top-k", "shared")]
+            rows += [
+                (str(x.index), x.name or "?", str(x.experts), str(x.top_k), str(x.shared))
+                for x in self.layers
+            ]
+            lines += _table(rows)
+        else:
+            lines.append("no MoE layer was matched: the graphs run as they were captured")
+        lines.append(f"order: {self.order} ({self.credits} credits)")
+        lines.append(f"nodes: {self.nodes_before} captured, {self.nodes_after} emitted")
+        lines.append(f"steps split: {self.steps_split}")
+        for reason, count in sorted(self.steps_unsplit.items()):
+            lines.append(f"steps unsplit: {count} ({reason})")
+        for graph in self.graphs:
+            for text in graph.no_match:
+                lines.append(f"not matched: {text}")
+        if self.pass_seconds:
+            lines.append(f"passes: {sum(self.pass_seconds.values()):.3f} s")
+            lines += _table(
+                [("pass", "seconds")]
+                + [(name, f"{seconds:.4f}") for name, seconds in self.pass_seconds.items()]
+            )
+        return "\n".join(lines)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

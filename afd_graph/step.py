@@ -1,0 +1,107 @@
+"""The choice made on the host before every step: two stages or one, and where the cut goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from afd_graph.config import AFDConfig
+from afd_graph.errors import PassError
+from afd_graph.passes.sizes import Size, product, shape_of
+from afd_graph.passes.token_flow import TokenFlow
+from afd_graph.planner import NoSplit, NoSplitReason, plan_stages
+
+CACHES_DIFFER = "cache_lengths_differ"
+"""Reason of a step whose caches do not hold the same number of tokens."""
+
+
+class SizeReader:
+    """Reads symbolic sizes from the inputs of a step."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._where: dict[Any, Callable[[Sequence[Any]], int]] = {}
+        for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                self._where.setdefault(value.node.expr, lambda args, i=i: int(args[i]))
+        for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self._where.setdefault(
+                            size.node.expr, lambda args, i=i, d=dim: int(args[i].shape[d])
+                        )
+
+    def read(self, size: Size) -> Callable[[Sequence[Any]], int]:
+        """A function from the inputs of a step to the value of ``size``."""
+        readers = []
+        for symbol in size.factors():
+            if symbol not in self._where:
+                raise PassError(f"size {symbol} is not an input size of the graph")
+            readers.append(self._where[symbol])
+        constant = size.coefficient
+
+        def value(args: Sequence[Any]) -> int:
+            result = constant
+            for reader in readers:
+                result *= reader(args)
+            return result
+
+        return value
+
+
+class StepChooser:
+    """Decides for each step; the decision for equal sizes is remembered.
+
+    Args:
+        graph: the unsplit graph, whose inputs a step receives.
+        flow: its token flow.
+        config: the split policy.
+    """
+
+    def __init__(self, graph: fx.Graph, flow: TokenFlow, config: AFDConfig) -> None:
+        reader = SizeReader(graph)
+        shape = shape_of(flow.seed.meta["val"])
+        self._extent = reader.read(flow.axis.extent)
+        self._tokens = reader.read(product(shape[:-1]))
+        self._mode = flow.mode
+        self._config = config
+        self._decided: dict[tuple[int, int], int | str] = {}
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
+
+    def cut(self, args: Sequence[Any]) -> int | str:
+        """The extent of stage 0, or the reason why the step runs unsplit."""
+        for a, b in self._equal:
+            if int(args[a]) != int(args[b]):
+                return CACHES_DIFFER
+        key = (self._extent(args), self._tokens(args))
+        decision = self._decided.get(key)
+        if decision is None:
+            decision = self._decided[key] = self.decide(*key)
+        return decision
+
+    def decide(self, extent: int, tokens: int) -> int | str:
+        """The cut for a token axis of ``extent`` in a step of ``tokens`` tokens.
+
+        In ``sequence`` mode the cut goes through every sequence at the same place; in ``batch``
+        mode every entry of the axis is one request of equal length.
+        """
+        if 2 <= tokens < self._config.min_split_tokens:
+            return str(NoSplitReason.BELOW_MIN_TOKENS)
+        others = max(1, tokens // max(extent, 1))
+        if self._mode == "batch":
+            counts, split = [others] * extent, self._config.split
+            if split == "token" and others > 1:
+                split = "request"  # A token cut would go through a row of the batch.
+        else:
+            counts, split = [extent], "token"
+        plan = plan_stages(counts, split=split)
+        if isinstance(plan, NoSplit):
+            return str(plan.reason)
+        stage = plan.stages[0]
+        return stage.request_slice.stop if self._mode == "batch" else stage.actual_tokens
