@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import xml.etree.ElementTree as ET
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +142,29 @@ class TestFiles:
         pytest.importorskip("matplotlib")
         write_png(simulate(receive_first(3), COSTS), tmp_path / "step.png", title="step")
         assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestDocumentation:
+    """docs/pipeline.md shows what the code computes today."""
+
+    docs = Path(__file__).parents[1] / "docs"
+
+    @pytest.fixture
+    def source(self):
+        return runpy.run_path(str(self.docs / "make_pipeline_figures.py"))
+
+    def test_figures_are_up_to_date(self, source):
+        text = (self.docs / "pipeline.md").read_text(encoding="utf-8")
+        for name, svg in source["figures"]().items():
+            assert (self.docs / "figures" / name).read_text(encoding="utf-8") == svg
+            assert f"(figures/{name})" in text
+
+    def test_golden_table_is_up_to_date(self, source):
+        text = (self.docs / "pipeline.md").read_text(encoding="utf-8")
+        assert "\n".join(source["golden_table"]()) in text
+
+    def test_the_cuts_take_what_is_said(self, source):
+        totals = [source["causal_prompt"](share, 58).total_s for share in (0.5, 0.618, 0.707)]
+        said = ", ".join(f"{1e3 * total:.1f}" for total in totals[:2])
+        text = (self.docs / "pipeline.md").read_text(encoding="utf-8")
+        assert f"take {said} and {1e3 * totals[2]:.1f} ms" in text
