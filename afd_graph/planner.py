@@ -22,8 +22,8 @@ from itertools import accumulate
 from operator import index
 from typing import Any
 
+from afd_graph.cost_model import AttentionWork, CostModel
 from afd_graph.errors import PlanError
-from afd_graph.stage_costs import AttentionWork, StageCosts
 
 POLICIES = ("none", "token", "request", "cost", "auto")
 
@@ -183,7 +183,7 @@ def plan_stages(
     require_tensor_parallel: bool = False,
     min_tokens: int = 2,
     alignment: int = 1,
-    costs: StageCosts | None = None,
+    costs: CostModel | None = None,
     hazards: Callable[[StagePlan], Any] | None = None,
 ) -> StagePlan | NoSplit:
     """Cut one step in two token stages, or say why not.
@@ -279,7 +279,7 @@ def _validate_options(
     tensor_parallel_size: int,
     min_tokens: int,
     alignment: int,
-    costs: StageCosts | None,
+    costs: CostModel | None,
 ) -> None:
     if tensor_parallel_size <= 0:
         raise PlanError(
@@ -299,7 +299,7 @@ def _validate_options(
     if costs is None and split in ("cost", "auto"):
         raise PlanError(
             f"split={split!r} needs a cost model: costs=None",
-            remedy="pass costs=StageCosts(...), or use the token policy",
+            remedy="pass costs=CostModel(...), or use the token policy",
         )
 
 
@@ -428,7 +428,7 @@ def _ceil_to(value: int, unit: int) -> int:
 
 def _fastest(
     cutter: _Cutter,
-    costs: StageCosts,
+    costs: CostModel,
     padding_unit: int,
     plan_at: Callable[[int, str, str], StagePlan],
     hazards: Callable[[StagePlan], Any] | None,

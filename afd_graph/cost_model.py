@@ -39,7 +39,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class StageCosts:
+class CostModel:
     """Coefficients of the cost model, and the context of this step's requests.
 
     Only ``linear``, ``quadratic`` and ``context_lens`` matter to the ``cost`` policy, and there
@@ -147,9 +147,10 @@ class StageCosts:
     def pipeline_seconds(self, first: StageTimes, second: StageTimes) -> float:
         """Predicted seconds of all MoE layers with two stages, which may be unequal.
 
-        For equal stages this reproduces the closed forms of the pipeline model exactly. The
-        recurrence is linear in (max, +), so once a layer advances every clock by the same amount
-        all later layers do, and the rest is extrapolated.
+        The experts serve items in the order of their dispatch. For equal stages this reproduces
+        the closed forms of the pipeline model exactly. The recurrence is linear in (max, +), so
+        once a layer advances every clock by the same amount all later layers do, and the rest is
+        extrapolated.
         """
         # Clocks: attention engine, expert engine, and the last combine received by each stage.
         # Plain names and comparisons, since this runs for every candidate of every step.
