@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+# Below this many values embedding_bag is not worth it: it starts every intra-op thread whatever
+# the size, which costs milliseconds when their cores are busy.
+_ONE_PASS_VALUES = 1 << 18
+
 
 def group_by_expert(
     topk_ids: torch.Tensor, num_experts: int
@@ -45,7 +49,11 @@ def combine(
     tokens, top_k = topk_weights.shape
     wide = torch.promote_types(dtype, torch.float32)
     weights = topk_weights.to(wide)
-    if rows.dtype is torch.float32 and dtype is torch.float32 and rows.device.type == "cpu":
+    if (
+        rows.dtype is dtype is torch.float32
+        and rows.numel() >= _ONE_PASS_VALUES
+        and rows.device.type == "cpu"
+    ):
         # Gathers and sums in one pass over the rows, more than three times as fast.
         starts = torch.arange(0, tokens * top_k, top_k)
         total = torch.nn.functional.embedding_bag(
