@@ -22,12 +22,16 @@ from afd_graph.ffn.program import FFNProgram
 _JOIN_S = 60.0  # longest that close() waits for the item that the thread is computing
 
 
+_Answer = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
 @dataclass
 class _Job:
+    """An item, and where its answer or error is put; cancelled items are not computed."""
+
     item: WorkItem
-    done: threading.Event = field(default_factory=threading.Event)
-    answer: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    error: ConnectorError | None = None
+    outcome: queue.SimpleQueue[_Answer | ConnectorError] = field(default_factory=queue.SimpleQueue)
+    is_cancelled: bool = False
 
 
 class LocalConnector(Connector):
@@ -89,18 +93,20 @@ class LocalConnector(Connector):
             self._check_open(None, None)
             raise ConnectorError(f"ticket {ticket} is not outstanding: {sorted(self._jobs)}")
         item = job.item
-        if not job.done.wait(timeout_s):
+        try:
+            outcome = job.outcome.get(timeout=timeout_s)
+        except queue.Empty:
             self._refusal = f"has failed: the FFN thread did not answer within {timeout_s:g} s"
             raise ConnectorError(
                 f"the FFN thread did not answer within {timeout_s:g} s",
                 layer=item.layer,
                 stage=item.stage,
                 remedy="raise timeout_s if one expert layer may take longer",
-            )
-        if job.error is not None:
-            raise job.error
-        assert job.answer is not None
-        return job.answer
+            ) from None
+        job.outcome.put(outcome)  # a second wait gets it too
+        if isinstance(outcome, ConnectorError):
+            raise outcome
+        return outcome
 
     def release(self, ticket: int) -> None:
         """Drop the answer of ``ticket``."""
@@ -127,10 +133,10 @@ class LocalConnector(Connector):
         self._executor = FFNExecutor()
 
     def _cancel(self, reason: str) -> None:
-        """Drop every item and release whoever waits for one; the thread skips what is done."""
+        """Drop every item and release whoever waits for one."""
         for job in self._jobs.values():
-            job.error = ConnectorError(reason, layer=job.item.layer, stage=job.item.stage)
-            job.done.set()
+            job.is_cancelled = True
+            job.outcome.put(ConnectorError(reason, layer=job.item.layer, stage=job.item.stage))
         self._jobs.clear()
 
     def _check_open(self, layer: int | None, stage: int | None) -> None:
@@ -182,10 +188,9 @@ def _serve(
         return
     started.put(None)
     while (job := jobs.get()) is not None:
-        if not job.done.is_set():
+        if not job.is_cancelled:
             try:
-                job.answer = executor.run(job.item)
+                job.outcome.put(executor.run(job.item))
             except ConnectorError as error:
-                job.error = error
-            job.done.set()
+                job.outcome.put(error)
         del job  # an idle thread must not keep the last rows alive

@@ -1,6 +1,7 @@
 """Runs the expert programs on work items; the same on a thread, in a process, on another machine.
 
-1. :meth:`FFNExecutor.add` compiles each expression of a program once into a Python callable.
+1. :meth:`FFNExecutor.add` compiles each expression of a program once into a Python callable; a
+   grouped product at its end writes to memory that the caller chooses.
 2. :meth:`FFNExecutor.run` checks the item against its program, answers empty inputs without a
    launch, and runs the rest without autograd.
 """
@@ -16,18 +17,38 @@ from torch import fx
 import afd_graph.ops  # noqa: F401  (registers afd::grouped_mm, which the programs call)
 from afd_graph.connectors.base import WorkItem
 from afd_graph.errors import ConnectorError
+from afd_graph.ffn.grouped_mm import grouped_mm_into
 from afd_graph.ffn.program import Expression, FFNProgram
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An expression with its weights bound; ``call(*inputs)`` returns the answer."""
+    """An expression with its weights bound.
+
+    Attributes:
+        forward: called with the inputs and the weights, after ``out`` if that is written.
+        weights: trailing arguments.
+        writes_out: whether ``forward`` writes its answer to its first argument.
+    """
 
     forward: Callable[..., torch.Tensor]
     weights: tuple[torch.Tensor, ...]
+    writes_out: bool
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.forward(*inputs, *self.weights)
+    def __call__(self, out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the answer, shaped like the first input; it is ``out`` where that is given."""
+        expected = inputs[0]
+        if self.writes_out:
+            if out is None:
+                out = torch.empty_like(expected, memory_format=torch.contiguous_format)
+            return self.forward(out, *inputs, *self.weights)
+        answer = self.forward(*inputs, *self.weights)
+        if answer.shape != expected.shape or answer.dtype != expected.dtype:
+            raise ValueError(
+                f"they answered {tuple(answer.shape)} {answer.dtype} for "
+                f"{tuple(expected.shape)} {expected.dtype}"
+            )
+        return answer if out is None else out.copy_(answer)
 
 
 class FFNExecutor:
@@ -64,8 +85,18 @@ class FFNExecutor:
         self._programs[program.layer] = program
         return True
 
-    def run(self, item: WorkItem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(
+        self,
+        item: WorkItem,
+        out: torch.Tensor | None = None,
+        shared_out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute ``item``; returns ``(rows [m, hidden], shared rows [n, hidden] or None)``.
+
+        Args:
+            item: rows grouped by expert, with their counts.
+            out: ``[m, hidden]`` memory for the routed answer, which is then ``out`` itself.
+            shared_out: ``[n, hidden]`` memory for the shared answer, likewise.
 
         Raises:
             ConnectorError: the item does not fit the layer's program, or the experts failed;
@@ -77,10 +108,10 @@ class FFNExecutor:
                 rows = item.rows
                 if rows.shape[0]:
                     counts = torch.tensor(item.counts, dtype=torch.int64, device=rows.device)
-                    rows = self._routed[item.layer](rows, counts)
+                    rows = self._routed[item.layer](out, rows, counts)
                 shared = item.shared_rows
                 if shared is not None and shared.shape[0]:
-                    shared = self._shared[item.layer](shared)
+                    shared = self._shared[item.layer](shared_out, shared)
         except Exception as error:
             raise ConnectorError(
                 f"the experts of {program.name or 'the layer'} failed: "
@@ -124,5 +155,17 @@ def _compile(program: FFNProgram, expression: Expression, inputs: int) -> _Compi
             layer=program.layer,
             remedy="this is a defect of the pass that carves out the experts; please report it",
         )
-    module = fx.GraphModule(torch.nn.Module(), expression.graph)
-    return _Compiled(module.forward, tuple(weight for _, weight in expression.weights))
+    graph = fx.Graph()
+    out = graph.placeholder("out")
+    answer = graph.graph_copy(expression.graph, val_map={})
+    writes_out = isinstance(answer, fx.Node) and answer.target is torch.ops.afd.grouped_mm.default
+    if writes_out:
+        assert isinstance(answer, fx.Node)
+        answer = graph.call_function(grouped_mm_into, (*answer.args, out))
+    else:
+        graph.erase_node(out)
+    graph.output(answer)
+    graph.eliminate_dead_code()
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    weights = tuple(weight for _, weight in expression.weights)
+    return _Compiled(module.forward, weights, writes_out)
