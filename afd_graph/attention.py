@@ -58,6 +58,12 @@ def _attention_fake(
 ) -> torch.Tensor:
     torch._check(query.dim() == 4, lambda: "query must be [batch, heads, tokens, width]")
     batch, heads, tokens, _ = query.shape
+    # Said out loud, so that symbolic shapes learn it: the caches of all layers are equally long.
+    torch._check(key.shape[-2] == value.shape[-2], lambda: "keys and values differ in number")
+    if mask is not None:
+        for size, rows in ((mask.shape[-2], tokens), (mask.shape[-1], key.shape[-2])):
+            if not (isinstance(size, int) and size == 1):
+                torch._check(size == rows, lambda: "the mask does not fit queries and keys")
     return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
 
 

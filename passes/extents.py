@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from afd_graph.errors import PassError
-from afd_graph.passes.sizes import Size
+from afd_graph.passes.sizes import Size, size_of_expression
 
 Extent = int | fx.Node
 """A size in a graph under construction."""
@@ -45,7 +45,12 @@ class Extents:
     def _symbol(self, expr: sympy.Expr) -> Extent:
         if expr not in self._symbols:
             if expr not in self._sized:
-                raise PassError(f"size {expr} is not computed anywhere in the graph")
+                if not expr.is_Add:
+                    raise PassError(f"size {expr} is not computed anywhere in the graph")
+                total: Extent = 0
+                for term in expr.args:
+                    total = self.add(total, self.of(size_of_expression(term)))
+                return total
             node, dim = self._sized[expr]
             size = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
             size.meta["val"] = node.meta["val"].shape[dim]

@@ -433,6 +433,23 @@ def _gather(ctx: FlowContext, node: fx.Node) -> Outcome:
     return outcome
 
 
+@flow_rule(aten.index_copy.default)
+def _index_copy(ctx: FlowContext, node: fx.Node) -> Outcome:
+    target, along, index, source = node.args
+    assert isinstance(target, fx.Node)
+    assert isinstance(source, fx.Node)
+    if ctx.layout(index):
+        raise Refusal("writes at positions that depend on the tokens")
+    at = dimension(along, _rank(node))
+    merged = dict(ctx.layout(source)) or dict(ctx.layout(target))
+    if at in merged:
+        raise Refusal("writes a part of the token axis")
+    for operand in (target, source):
+        if ctx.layout(operand) and dict(ctx.layout(operand)) != merged:
+            raise Refusal(f"combines {operand.name} with a value of all tokens")
+    return Outcome(merged, {target: merged, source: merged})
+
+
 @flow_rule(aten.index_select.default)
 def _index_select(ctx: FlowContext, node: fx.Node) -> Outcome:
     source, along, index = node.args

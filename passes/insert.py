@@ -59,9 +59,11 @@ def insert_dispatch(
     for match in matches:
         moves = match.shared is not None and shared_experts == "ffn"
         shared = match.shared if moves else None
+        layer = number(match)
         programs.append(
             FFNProgram(
-                layer=number(match),
+                layer=layer,
+                key=f"layer {layer}",
                 name=match.name,
                 num_experts=match.num_experts,
                 hidden_size=int(match.hidden.meta["val"].shape[-1]),
@@ -70,7 +72,7 @@ def insert_dispatch(
                 shared=None if shared is None else _shared_program(match, shared, weight_of),
             )
         )
-        _replace(graph, match, shared, channel, programs[-1].layer)
+        _replace(graph, match, shared, channel, layer)
     graph.eliminate_dead_code()
     return programs
 

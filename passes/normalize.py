@@ -5,7 +5,8 @@ Before: a functional ATen graph. After: the same values, and
 1. a size-only constructor (``new_empty(x, size)``) no longer depends on ``x``;
 2. a slice of everything is gone;
 3. ``cat`` has no legacy-empty pieces (shape ``[0]``), and a ``cat`` of one piece is that piece;
-4. a tensor that is written piece by piece into an empty one is a ``cat`` of the pieces.
+4. a tensor that is written piece by piece into an empty one is a ``cat`` of the pieces;
+5. the size of a computed tensor is an expression over the sizes of the inputs.
 
 Returns the number of edits. Refuses nothing.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from afd_graph.passes.extents import Extents
 from afd_graph.passes.sizes import shape_of, size_of
 
 aten = torch.ops.aten
@@ -33,11 +35,16 @@ _CONSTRUCTORS = {
 def normalize(graph: fx.Graph) -> int:
     """Run the rewrites in place; returns the number of edits."""
     edits = 0
+    extents = Extents(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
+            if node.op == "placeholder":
+                extents.learn(node)
             continue
-        replacement: fx.Node | None = None
-        if node.target in _CONSTRUCTORS:
+        replacement: fx.Node | int | None = None
+        if node.target is aten.sym_size.int:
+            replacement = _size_of_inputs(graph, node, extents)
+        elif node.target in _CONSTRUCTORS:
             replacement = _without_source(graph, node)
         elif node.target is aten.slice.Tensor:
             replacement = _whole_slice(node)
@@ -46,11 +53,29 @@ def normalize(graph: fx.Graph) -> int:
         elif node.target is aten.slice_scatter.default:
             replacement = _pieces_to_cat(graph, node)
         if replacement is not None:
-            node.replace_all_uses_with(replacement)
+            _replace(node, replacement)
             graph.erase_node(node)
             edits += 1
     graph.eliminate_dead_code()
     return edits
+
+
+def _replace(node: fx.Node, replacement: fx.Node | int) -> None:
+    if isinstance(replacement, fx.Node):
+        node.replace_all_uses_with(replacement)
+        return
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: replacement if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: replacement if n is node else n)
+
+
+def _size_of_inputs(graph: fx.Graph, node: fx.Node, extents: Extents) -> fx.Node | int | None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if source.op == "placeholder":
+        return None
+    with graph.inserting_before(node):
+        return extents.of(size_of(node.meta["val"]))
 
 
 def _without_source(graph: fx.Graph, node: fx.Node) -> fx.Node:

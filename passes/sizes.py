@@ -74,14 +74,18 @@ _cache: dict[sympy.Expr, Size] = {}
 def size_of(value: Any) -> Size:
     """The monomial of an ``int`` or ``SymInt``."""
     if isinstance(value, torch.SymInt):
-        expr = value.node.expr
-        if expr.is_Integer:
-            return Size(int(expr))
-        found = _cache.get(expr)
-        if found is None:
-            found = _cache[expr] = _monomial(expr)
-        return found
+        return size_of_expression(value.node.expr)
     return Size(int(value))
+
+
+def size_of_expression(expr: sympy.Expr) -> Size:
+    """The monomial of a symbolic expression."""
+    if expr.is_Integer:
+        return Size(int(expr))
+    found = _cache.get(expr)
+    if found is None:
+        found = _cache[expr] = _monomial(expr)
+    return found
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:

@@ -97,6 +97,8 @@ class _Splitter:
             if node in self.flow.appends:
                 self._append_parts(node)
                 continue
+            if node in self.flow.windows:
+                continue  # Made where attention needs it.
             for part in self._part_numbers(node):
                 self._copy_part(node, part)
         return self.graph
@@ -179,12 +181,16 @@ class _Splitter:
             need = outcome.inputs.get(n)
             return self._sliced(n, need, part) if need else self._whole(n)
 
+        lengths = {
+            position: {at: self._length(entry, part) for at, entry in entries.items()}
+            for position, entries in outcome.sizes.items()
+        }
         new = self.graph.node_copy(node, argument)
         arguments = list(new.args)
-        for position, entries in outcome.sizes.items():
+        for position, replaced in lengths.items():
             sizes = list(arguments[position])
-            for at, entry in entries.items():
-                sizes[at] = self._length(entry, part)
+            for at, length in replaced.items():
+                sizes[at] = length
             arguments[position] = sizes
         for position, value in outcome.replace.items():
             if position < len(arguments):
@@ -231,6 +237,13 @@ class _Splitter:
         """Cached entries and those of stages ``0..stage``, joined along ``dim``."""
         if (node, stage) in self.joined:
             return self.joined[node, stage]
+        if node in self.flow.windows:
+            cache = self._keys(self.flow.windows[node], dim, stage)
+            visible = self.extents.add(self.starts[stage], self.lengths[stage])
+            self.stage = stage
+            window = self._call(aten.slice.Tensor, (cache, dim, 0, visible), like=node)
+            self.joined[node, stage] = window
+            return window
         layout = self.flow.layouts[node]
         assert isinstance(layout, dict)
         axis = layout[dim].axis
@@ -262,7 +275,7 @@ class _Splitter:
         assert isinstance(layout, dict)
         axis = layout[2].axis
         visible = self.extents.add(self.starts[stage], self.lengths[stage])
-        if axis.appended_to is not None:
+        if axis.appended_to is not None and axis.appended_to not in self.flow.windows:
             append = self.flow.appends[axis.appended_to]
             if append.index is not None:
                 return sliced  # The cache has its full size from the start.

@@ -21,6 +21,7 @@ A value that mixes tokens without a rule before that point is a refusal by name.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +39,7 @@ from afd_graph.passes.flow_rules import (
     rule_for,
     tensor,
 )
-from afd_graph.passes.graph_tools import ancestors, source_line
+from afd_graph.passes.graph_tools import ancestors, descendants, source_line
 from afd_graph.passes.sizes import Size, shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
 from afd_graph.planner import NoSplitReason
@@ -107,6 +108,7 @@ class TokenFlow:
         outcomes: how each staged node is computed.
         layouts: layout of each staged node.
         appends: the staged nodes that append to a cache.
+        windows: slices of an updated cache that hold just this step's tokens, and their source.
         attentions: the staged attention nodes.
         equal_inputs: scalar inputs that must be equal when a step runs.
     """
@@ -118,6 +120,7 @@ class TokenFlow:
     outcomes: dict[fx.Node, Outcome] = field(default_factory=dict)
     layouts: dict[fx.Node, Layout | tuple[Layout, ...]] = field(default_factory=dict)
     appends: dict[fx.Node, Append] = field(default_factory=dict)
+    windows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     attentions: list[fx.Node] = field(default_factory=list)
     equal_inputs: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
@@ -126,7 +129,7 @@ class TokenFlow:
         return node in self.layouts
 
 
-def choose_seed(graph: fx.Graph) -> fx.Node:
+def choose_seed(graph: fx.Graph, parameters: Collection[fx.Node] = ()) -> fx.Node:
     """The value whose slicing starts the stages: the hidden state entering the first MoE layer.
 
     It is the last value that the query, key and value of the layer's attention all come from
@@ -145,7 +148,8 @@ def choose_seed(graph: fx.Graph) -> fx.Node:
     begin = order[attentions[-2]] if len(attentions) > 1 else -1
     window = set(nodes[begin + 1 : order[hidden] + 1])
     sources = [ancestors([n]) for n in attention.args[:3] if isinstance(n, fx.Node)]
-    common = set.intersection(*sources)
+    given = [n for n in nodes if n.op == "placeholder" and n not in parameters and is_tensor(n)]
+    common = set.intersection(*sources, descendants(given))
     candidates = [
         node
         for node in nodes[begin + 1 : order[attention]]
@@ -154,7 +158,6 @@ def choose_seed(graph: fx.Graph) -> fx.Node:
         and is_tensor(node)
         and node.meta["val"].is_floating_point()
         and node.meta["val"].dim() >= 2
-        and any(not shape_size.is_one for shape_size in shape_of(node.meta["val"])[:-1])
     ]
     if not candidates:
         return hidden
@@ -174,15 +177,25 @@ def _bypasses(node: fx.Node, window: set[fx.Node]) -> int:
 
 
 def infer_token_flow(
-    graph: fx.Graph, *, mode: str, assume_causal: bool = False, seed: fx.Node | None = None
+    graph: fx.Graph,
+    *,
+    mode: str,
+    assume_causal: bool = False,
+    parameters: Collection[fx.Node] = (),
 ) -> TokenFlow:
     """Infer the flow for a cut along sequences (``sequence``) or between them (``batch``).
+
+    Args:
+        graph: the unsplit AFD graph.
+        mode: which cut is wanted.
+        assume_causal: take masks as causal that are not proven to be.
+        parameters: graph inputs that are weights, not data of the step.
 
     Raises:
         UnsupportedError: a value mixes tokens, or attention is not causal; names the node, the
             layer, the user's source line and what to do.
     """
-    seed = seed if seed is not None else choose_seed(graph)
+    seed = choose_seed(graph, parameters)
     shape = shape_of(tensor(seed))
     reasons: list[UnsupportedError] = []
     for dim in range(len(shape) - 1):
@@ -229,18 +242,24 @@ class _Walk:
     def run(self) -> TokenFlow:
         needed = ancestors(node for node in self.graph.nodes if node.target is DISPATCH)
         flow = self.flow
+        whole: set[fx.Node] = set()  # computed once, from restored values
         for node in self.graph.nodes:
             if node.op != "call_function" or node is flow.seed:
+                continue
+            if any(n in whole for n in node.all_input_nodes):
+                whole.add(node)
                 continue
             if not any(flow.staged(n) for n in node.all_input_nodes):
                 continue
             behind = node not in needed and node.target is not RECEIVE
             if behind and (node.target in _PRODUCTS or self._reads_keys(node)):
+                whole.add(node)
                 continue
             try:
                 outcome = self._outcome(node)
             except Refusal as refusal:
                 if behind:
+                    whole.add(node)
                     continue
                 raise self._unsupported(node, str(refusal)) from None
             flow.outcomes[node] = outcome
@@ -265,6 +284,11 @@ class _Walk:
         if append is not None:
             self.flow.appends[node] = append
             return Outcome({append.dim: TokenDim(append.axis)})
+        if any(n in self.flow.windows for n in node.all_input_nodes):
+            raise Refusal("works on a part of the cache that only attention may use")
+        window = self._window(node)
+        if window is not None:
+            return window
         rule = rule_for(node.target)
         if rule is None:
             raise Refusal("mixes or may mix tokens: the operator has no rule")
@@ -312,6 +336,26 @@ class _Walk:
             axis = self._key_axis(node, dim, ("index_copy", size, index))
             return Append(axis, part, (base_node,), dim, index, size)
         return None
+
+    def _window(self, node: fx.Node) -> Outcome | None:
+        """Recognise ``cache[:, :, :tokens]`` of an updated cache: the first prompt.
+
+        Query ``i`` of the step sees the first ``i + 1`` entries of the cache. Stage 1 writes
+        behind those of stage 0, so stage 0 reads nothing of it wherever the update begins.
+        """
+        if node.target is not aten.slice.Tensor:
+            return None
+        source, along, start = node.args[:3]
+        assert isinstance(source, fx.Node)
+        dim = dimension(along, tensor(node).dim())
+        entry = self.ctx.layout(source).get(dim)
+        if entry is None or entry.axis.appended_to is None or not entry.plain or start != 0:
+            return None
+        append = self.flow.appends[entry.axis.appended_to]
+        if append.index is None or shape_of(tensor(node))[dim] != self.axis.extent:
+            return None
+        self.flow.windows[node] = source
+        return Outcome({dim: TokenDim(Axis(self.axis.extent, appended_to=node))})
 
     def _key_axis(self, node: fx.Node, dim: int, key: object) -> Axis:
         """Caches that grow alike share an axis, so that their values may be combined."""
@@ -368,7 +412,7 @@ class _Walk:
 
     def _offset(self, axis: Axis) -> Offset:
         """Keys that lie before the first query of the step."""
-        if axis.appended_to is None:
+        if axis.appended_to is None or axis.appended_to in self.flow.windows:
             return Offset.of_size(Size(0))
         append = self.flow.appends[axis.appended_to]
         if append.index is None:
