@@ -1,0 +1,22 @@
+"""Operators for misbehaving experts; a module of its own because the FFN process imports it."""
+
+import time
+
+import torch
+
+_library = torch.library.Library("afdtest", "DEF")
+_library.define("pause(Tensor rows, float seconds) -> Tensor")
+_library.define("fail(Tensor rows) -> Tensor")
+
+
+def _pause(rows: torch.Tensor, seconds: float) -> torch.Tensor:
+    time.sleep(seconds)
+    return rows.clone()
+
+
+def _fail(rows: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("the experts are on strike")
+
+
+_library.impl("pause", _pause, "CPU")
+_library.impl("fail", _fail, "CPU")
