@@ -43,9 +43,16 @@ class AFDBackend:
     Args:
         config: options; defaults and environment when None.
         connector: an already built connector instead of ``config.connector``.
+        plan: a policy of the user instead of ``config.split``'s, from (extent of the token axis,
+            tokens of the step) to the extent of stage 0, or to the reason for not cutting.
     """
 
-    def __init__(self, config: AFDConfig | None = None, connector: Connector | None = None) -> None:
+    def __init__(
+        self,
+        config: AFDConfig | None = None,
+        connector: Connector | None = None,
+        plan: Callable[[int, int], int | str] | None = None,
+    ) -> None:
         self.config = config if config is not None else AFDConfig.from_options()
         self._connector = connector or create_connector(
             self.config.connector, self.config.connector_options
@@ -68,6 +75,7 @@ class AFDBackend:
         )
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
+        self._plan = plan
         self._layers = _LayerRegistry()
         self._finalizer = weakref.finalize(self, self.channel.close)
 
@@ -115,7 +123,6 @@ class AFDBackend:
                 remedy="please report the model",
             )
         by_node = dict(zip(placeholders, inputs, strict=True))
-        experts: dict[int, torch.Tensor] = {}
 
         def weight_of(node: fx.Node) -> tuple[str, torch.Tensor] | None:
             if node.op == "get_attr":
@@ -124,7 +131,6 @@ class AFDBackend:
             found = by_node[node]
             if not isinstance(found.value, torch.nn.Parameter) and not found.is_buffer:
                 return None
-            experts[placeholders.index(node)] = found.value
             return found.name, found.value
 
         def number(match: Match) -> int:
@@ -145,13 +151,20 @@ class AFDBackend:
             if program.shared is not None:
                 self.channel.shared_layers.add(program.layer)
         self._note(programs)
+        moved = {
+            id(weight)
+            for program in programs.ffn
+            for expression in program.expressions()
+            for _, weight in expression.weights
+        }
+        experts = {i: x.value for i, x in enumerate(inputs) if id(x.value) in moved}
         unsplit = lower(self.config.lowering, programs.unsplit)
         split = None
         chooser = None
         if programs.split is not None:
             assert programs.flow is not None
             split = lower(self.config.lowering, programs.split)
-            chooser = StepChooser(programs.unsplit.graph, programs.flow, self.config)
+            chooser = StepChooser(programs.unsplit.graph, programs.flow, self.config, self._plan)
         return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, experts)
 
     def _note(self, programs: Programs) -> None:

@@ -10,6 +10,7 @@ flow: what is split is the attention program, where dispatch and receive are pla
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ class Pipeline:
                 self.config.shared_experts,
             )
             result.edits["insert"] = 2 * len(result.ffn)
-        self._split(gm, result)
+        self._split(gm, result, weight_of)
         with self._pass("schedule_unsplit", graph, result, scheduled=True):
             order = schedule(graph, credits=self.credits, num_stages=1)
             result.order = result.order or order
@@ -140,14 +141,14 @@ class Pipeline:
         result.pass_seconds["recompile"] = time.perf_counter() - started
         return result
 
-    def _split(self, gm: fx.GraphModule, result: Programs) -> None:
+    def _split(self, gm: fx.GraphModule, result: Programs, weight_of: WeightLookup) -> None:
         if self.config.split == "none":
             result.unsplit_reason = "disabled"
             return
         graph = gm.graph
         try:
             with self._pass("token_flow", graph, result):
-                result.flow = self._flow(graph)
+                result.flow = self._flow(graph, weight_of)
                 result.edits["token_flow"] = len(result.flow.layouts)
         except NoTokenAxis as nothing_to_cut:
             result.unsplit_reason = nothing_to_cut.reason
@@ -173,15 +174,23 @@ class Pipeline:
         result.split = fx.GraphModule(gm, split)
         result.pass_seconds["codegen"] = time.perf_counter() - started
 
-    def _flow(self, graph: fx.Graph) -> TokenFlow:
+    def _flow(self, graph: fx.Graph, weight_of: WeightLookup) -> TokenFlow:
         """The cut that the policy asks for; between requests when there is one token each."""
-        causal = self.config.assume_causal
+        infer = functools.partial(
+            infer_token_flow,
+            graph,
+            assume_causal=self.config.assume_causal,
+            parameters={n for n in graph.nodes if n.op == "placeholder" and weight_of(n)},
+        )
         if self.config.split == "request":
-            return infer_token_flow(graph, mode="batch", assume_causal=causal)
+            return infer(mode="batch")
         try:
-            return infer_token_flow(graph, mode="sequence", assume_causal=causal)
-        except NoTokenAxis:
-            return infer_token_flow(graph, mode="batch", assume_causal=causal)
+            return infer(mode="sequence")
+        except NoTokenAxis as one_token_each:
+            try:
+                return infer(mode="batch")
+            except NoTokenAxis:
+                raise one_token_each from None
 
     @contextmanager
     def _pass(

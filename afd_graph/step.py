@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from afd_graph.config import AFDConfig
-from afd_graph.errors import PassError
+from afd_graph.errors import PassError, PlanError
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
 from afd_graph.planner import NoSplit, NoSplitReason, plan_stages
@@ -61,15 +61,24 @@ class StepChooser:
         graph: the unsplit graph, whose inputs a step receives.
         flow: its token flow.
         config: the split policy.
+        plan: a policy of the user instead, from (extent of the token axis, tokens of the step)
+            to the cut, or to the reason for none.
     """
 
-    def __init__(self, graph: fx.Graph, flow: TokenFlow, config: AFDConfig) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        flow: TokenFlow,
+        config: AFDConfig,
+        plan: Callable[[int, int], int | str] | None = None,
+    ) -> None:
         reader = SizeReader(graph)
         shape = shape_of(flow.seed.meta["val"])
         self._extent = reader.read(flow.axis.extent)
         self._tokens = reader.read(product(shape[:-1]))
         self._mode = flow.mode
         self._config = config
+        self._plan = plan
         self._decided: dict[tuple[int, int], int | str] = {}
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
@@ -80,10 +89,21 @@ class StepChooser:
             if int(args[a]) != int(args[b]):
                 return CACHES_DIFFER
         key = (self._extent(args), self._tokens(args))
+        if self._plan is not None:
+            return self._checked(self._plan(*key), key[0])
         decision = self._decided.get(key)
         if decision is None:
             decision = self._decided[key] = self.decide(*key)
         return decision
+
+    @staticmethod
+    def _checked(cut: int | str, extent: int) -> int | str:
+        if isinstance(cut, int) and not 0 < cut < extent:
+            raise PlanError(
+                f"the plan cuts an axis of {extent} at {cut}",
+                remedy=f"return a cut from 1 to {extent - 1}, or a reason for not cutting",
+            )
+        return cut
 
     def decide(self, extent: int, tokens: int) -> int | str:
         """The cut for a token axis of ``extent`` in a step of ``tokens`` tokens.
