@@ -105,9 +105,7 @@ def measure(
     build: Build, layers: int, unit_s: float, tolerance: float, least: int, most: int
 ) -> bool:
     """Print the table; returns whether every two-stage time is within ``tolerance``."""
-    print(
-        f"{layers} layers, unit {unit_s * 1e3:g} ms, {least} to {most} steps each; costs are per stage"
-    )
+    print(f"{layers} layers, unit {unit_s * 1e3:g} ms, {least} to {most} steps; costs per stage")
     print(
         f"{'a, f, c, d':>20} {'order':>14} {'closed form':>12} {'fastest':>12} {'ratio':>7} "
         f"{'median':>7} {'steps':>5}"
