@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload as OpOverload
 
 
 def has_fast_mm(dtype: torch.dtype) -> bool:
@@ -103,3 +104,16 @@ def backend_of(compiled: Any) -> Any:
             return current
         current = inner
     return None
+
+
+def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callable[..., Any]:
+    """Decompose ``gm`` for Inductor and compile it; ``inputs`` are fake, the result is boxed."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode, torch.no_grad():
+        traced = make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real")(
+            *inputs
+        )
+    return compile_fx_inner(traced, inputs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from afd_graph._compat import OpOverload
 from afd_graph.errors import AFDError
 from afd_graph.ffn.program import Expression, FFNProgram
 
@@ -191,7 +192,7 @@ def _node_to_dict(node: fx.Node) -> dict[str, Any]:
 
 def _target_name(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     name = None if isinstance(target, str) else _OPERATOR_NAMES.get(target)
     if name is None:
@@ -211,7 +212,7 @@ def _target(name: object, node: str) -> Callable[..., Any]:
             found: Any = torch.ops
             for part in name.split("."):
                 found = getattr(found, part, None)
-            if isinstance(found, torch._ops.OpOverload):
+            if isinstance(found, OpOverload):
                 return found
     raise SerializeError(
         f"the operator {name!r} is not known here",
