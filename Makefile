@@ -1,0 +1,74 @@
+# Every target sets up what it needs, says what it does, and may be called again at any time.
+#
+#   PYTHON        interpreter that the environment is made with (3.10 to 3.12)
+#   PIP_ARGS      more arguments for pip install, such as another package index
+#   PYTEST_ARGS   more arguments for pytest; WORKERS tests run at the same time
+#   DEMO_ARGS     more arguments for the demo, such as --weights DIR
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+WORKERS ?= 2
+
+TORCH := 2.13.0
+BIN := .venv/bin
+READY := .venv/.ready
+TYPING := .cache/typing
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types bench clean
+
+help:  ## show this list
+	@awk -F ':.*## *' '/^[a-z]+:.*##/ { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make the environment in .venv
+
+$(READY): pyproject.toml
+	@echo "== environment in .venv: torch $(TORCH), then this package with the extra 'dev'"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	  sys.exit(None if (3, 10) <= v <= (3, 12) else f"Python 3.10 to 3.12 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) torch==$(TORCH)
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## DeepSeek-V2-Lite's shape, compiled and split, against the eager model
+	@echo "== demo: one compiled model, two programs"
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(READY)  ## run all tests that this machine can run
+	@echo "== tests, $(WORKERS) at a time"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(READY)  ## check style and format
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+# The passes lie in ./passes and are imported as afd_graph.passes, which mypy cannot follow from
+# pyproject.toml: it sees the package through links, the way setuptools installs it.
+types: $(READY)  ## check types
+	@echo "== mypy"
+	@rm -rf $(TYPING)/afd_graph && mkdir -p $(TYPING)/afd_graph
+	@ln -s $(addprefix ../../../,$(wildcard afd_graph/*)) ../../../passes $(TYPING)/afd_graph/
+	@cd $(TYPING) && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+	  --cache-dir ../mypy --package afd_graph
+
+bench: $(READY)  ## run every benchmark; fails when one misses its bound
+	@failed=; for file in $(BENCHMARKS); do \
+	  echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "bounds missed by:$$failed" >&2; exit 1; fi
+
+clean:  ## remove the environment, downloads and everything generated
+	@echo "== removing .venv*, .cache and generated files"
+	@rm -rf .venv .venv-* .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis torch_compile_debug
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
