@@ -91,6 +91,12 @@ def failing_program(layer: int = 0) -> FFNProgram:
     return one_op_program(lambda graph, rows: graph.call_function(fail, (rows,)), layer)
 
 
+def threads_program(layer: int = 0) -> FFNProgram:
+    """Experts that answer the number of intra-op threads that they may use."""
+    threads = torch.ops.afdtest.threads.default
+    return one_op_program(lambda graph, rows: graph.call_function(threads, (rows,)), layer)
+
+
 def dense_experts(program: FFNProgram, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """The routed experts of :func:`swiglu_program`, one expert after the other, in fp64."""
     up, down = (w.detach().double() for _, w in program.routed.weights)

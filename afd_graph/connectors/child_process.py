@@ -71,16 +71,27 @@ class ChildProcess:
         Raises:
             ConnectorError: the process is dead, or has not taken messages for too long.
         """
-        self._within(_SEND_S, select.POLLOUT, lambda: wire.send(self._socket, message, descriptors))
+        self._within(
+            _SEND_S,
+            time.monotonic(),
+            select.POLLOUT,
+            lambda: wire.send(self._socket, message, descriptors),
+        )
 
-    def receive(self, timeout_s: float) -> Message:
+    def receive(self, timeout_s: float, since_s: float) -> Message:
         """Wait for one message.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+            since_s: when the wait began, on the monotonic clock.
 
         Raises:
             ConnectorError: the process died, answered garbage, or not within ``timeout_s``.
         """
         try:
-            message = self._within(timeout_s, select.POLLIN, lambda: wire.receive(self._socket))
+            message = self._within(
+                timeout_s, since_s, select.POLLIN, lambda: wire.receive(self._socket)
+            )
         except wire.GarbageError as error:
             raise ConnectorError(
                 f"the FFN process (pid {self.pid}) answered garbage: {error}",
@@ -90,11 +101,12 @@ class ChildProcess:
             raise self._gone()
         return message
 
-    def _within(self, timeout_s: float, event: int, call: Callable[[], _Result]) -> _Result:
+    def _within(
+        self, timeout_s: float, since_s: float, event: int, call: Callable[[], _Result]
+    ) -> _Result:
         """Call until it does not block: awake for a moment, then asleep until ``event``."""
-        now = time.monotonic()
-        deadline = now + timeout_s
-        awake_until = min(now + _AWAKE_S, deadline)
+        deadline = since_s + timeout_s
+        awake_until = min(time.monotonic() + _AWAKE_S, deadline)
         poller = None
         try:
             while True:

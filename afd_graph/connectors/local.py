@@ -30,6 +30,7 @@ class _Job:
     """An item, and where its answer or error is put; cancelled items are not computed."""
 
     item: WorkItem
+    memory: torch.Tensor | None
     outcome: queue.SimpleQueue[_Answer | ConnectorError] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
@@ -53,6 +54,8 @@ class LocalConnector(Connector):
         self._executor = FFNExecutor()
         self._jobs: dict[int, _Job] = {}
         self._next_ticket = 0
+        self._spare: list[torch.Tensor] = []
+        self._prepared: torch.Tensor | None = None
         self._refusal: str | None = None
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -64,8 +67,16 @@ class LocalConnector(Connector):
         self._executor.add(program)
 
     def row_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return fresh memory; the thread reads it in place."""
-        return torch.empty(rows, width, dtype=dtype)
+        """Return ``[rows, width]`` memory that the thread reads in place.
+
+        Memory of released items is used again: fresh pages cost as much as the copy into them.
+        """
+        size = rows * width * dtype.itemsize
+        memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        self._prepared = memory
+        return memory[:size].view(dtype).view(rows, width)
 
     def send(self, item: WorkItem) -> int:
         """Queue ``item`` for the thread and return its ticket."""
@@ -79,7 +90,8 @@ class LocalConnector(Connector):
             )
         if self._thread is None:
             self._start()
-        job = _Job(item)
+        memory, self._prepared = self._prepared, None
+        job = _Job(item, memory)
         ticket = self._next_ticket
         self._next_ticket += 1
         self._jobs[ticket] = job
@@ -109,8 +121,10 @@ class LocalConnector(Connector):
         return outcome
 
     def release(self, ticket: int) -> None:
-        """Drop the answer of ``ticket``."""
-        self._jobs.pop(ticket, None)
+        """Drop the answer of ``ticket`` and use its memory again."""
+        job = self._jobs.pop(ticket, None)
+        if job is not None and job.memory is not None and not job.outcome.empty():
+            self._spare.append(job.memory)
 
     def abandon(self) -> None:
         """Forget every item; the thread finishes the one that it has begun."""
@@ -131,6 +145,7 @@ class LocalConnector(Connector):
             if thread.is_alive():
                 raise ConnectorError(f"the FFN thread is still busy {_JOIN_S:g} s after close")
         self._executor = FFNExecutor()
+        self._spare.clear()
 
     def _cancel(self, reason: str) -> None:
         """Drop every item and release whoever waits for one."""
@@ -180,6 +195,9 @@ def _serve(
 ) -> None:
     try:
         if threads is not None:
+            # The first question makes this thread take over the process's number; asked later,
+            # by the first kernel, it would undo ours.
+            torch.get_num_threads()
             torch.set_num_threads(threads)
         if cpus is not None:
             os.sched_setaffinity(threading.get_native_id(), cpus)

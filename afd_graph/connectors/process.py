@@ -309,10 +309,10 @@ class ProcessConnector(Connector):
         self, done: Callable[[], bool], timeout_s: float, layer: int | None, stage: int | None
     ) -> None:
         """Take messages in until ``done``; any failure is the connector's."""
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         while not done():
             try:
-                self._take(self._running.receive(max(deadline - time.monotonic(), 0.0)))
+                self._take(self._running.receive(timeout_s, begin))
             except ConnectorError as error:
                 self._fail(error, layer, stage)
 
