@@ -6,6 +6,7 @@ Tested against the PyTorch version that ``pyproject.toml`` pins.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def input_source(node: fx.Node) -> str | None:
         return None
     name = source.name
     return name() if callable(name) else name
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors are computed with, even while AOTAutograd traces with fakes."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -146,7 +146,8 @@ class AFDBackend:
         )
         programs = pipeline.run(gm, weight_of, number)
         for program in programs.ffn:
-            self._connector.add_program(program)
+            with _compat.real_tensors():
+                self._connector.add_program(program)
             self.channel.num_experts[program.layer] = program.num_experts
             if program.shared is not None:
                 self.channel.shared_layers.add(program.layer)
