@@ -116,6 +116,7 @@ def backend_of(compiled: Any) -> Any:
 
 def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callable[..., Any]:
     """Decompose ``gm`` for Inductor and compile it; ``inputs`` are fake, the result is boxed."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -124,4 +125,6 @@ def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callab
         traced = make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real")(
             *inputs
         )
-    return compile_fx_inner(traced, inputs)
+    # AOTAutograd's own context takes the strides of one graph; we compile two variants of it.
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(traced, inputs)

@@ -76,6 +76,14 @@ class AFDBackend:
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
         self._plan = plan
+        # Compiled code is specialised on its sizes, and a free cut would be one more of them.
+        self._cut_is_input = self.config.lowering == "eager"
+        if plan is not None and not self._cut_is_input:
+            self._connector.close()
+            raise ConfigError(
+                f"lowering={self.config.lowering!r} cuts at half of the axis, it takes no plan",
+                remedy="use lowering='eager' with a plan of your own",
+            )
         self._layers = _LayerRegistry()
         self._finalizer = weakref.finalize(self, self.channel.close)
 
@@ -142,7 +150,8 @@ class AFDBackend:
             self.config,
             channel=self.channel.name,
             credits=self.credits,
-            with_shapes=self.config.lowering != "eager" or self.config.dump_dir is not None,
+            with_shapes=self.config.dump_dir is not None,
+            cut_is_input=self._cut_is_input,
         )
         programs = pipeline.run(gm, weight_of, number)
         for program in programs.ffn:
@@ -166,6 +175,8 @@ class AFDBackend:
             assert programs.flow is not None
             split = lower(self.config.lowering, programs.split)
             chooser = StepChooser(programs.unsplit.graph, programs.flow, self.config, self._plan)
+        if split is not None and not self._cut_is_input:
+            split = _without_cut(split)
         return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, experts)
 
     def _note(self, programs: Programs) -> None:
@@ -278,6 +289,10 @@ class _CompiledGraph:
             self._channel.abandon()
             raise
         return outputs
+
+
+def _without_cut(program: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    return lambda inputs: program(inputs[:-1])
 
 
 def _guarded(runner: Callable[..., Any], experts: Mapping[int, torch.Tensor]) -> Callable[..., Any]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from afd_graph import _compat
@@ -43,7 +42,7 @@ class Programs:
 
     Attributes:
         unsplit: attention program of one stage; the captured graph when nothing matched.
-        split: attention program of two stages, whose last input is the cut.
+        split: attention program of two stages; its last input is the cut, if the cut is one.
         flow: token flow behind the split.
         ffn: expert programs.
         matches: MoE layers.
@@ -80,7 +79,8 @@ class Pipeline:
         config: options.
         channel: name of the runtime channel that the emitted operators call.
         credits: un-received dispatches allowed.
-        with_shapes: give stage copies their shapes (needed by compiling lowerings and dumps).
+        with_shapes: give stage copies their shapes, for who reads the graph.
+        cut_is_input: the cut is an input of the two-stage program; else it is half of the axis.
         observer: called after each pass.
     """
 
@@ -91,12 +91,14 @@ class Pipeline:
         channel: str,
         credits: int,
         with_shapes: bool = False,
+        cut_is_input: bool = True,
         observer: PassObserver | None = None,
     ) -> None:
         self.config = config
         self.channel = channel
         self.credits = credits
         self.with_shapes = with_shapes
+        self.cut_is_input = cut_is_input
         self.observer = observer
 
     def run(
@@ -159,8 +161,7 @@ class Pipeline:
             result.unsplit_reason = f"unsupported: {refusal}"
             return
         flow = result.flow
-        cut: int | torch.SymInt
-        cut = _compat.new_size_symbol(graph, CUT, hint=2)
+        cut = _compat.new_size_symbol(graph, CUT, hint=2) if self.cut_is_input else None
         started = time.perf_counter()
         split = split_stages(graph, flow, cut=cut, num_stages=self.config.num_stages)
         result.edits["split"] = len(split.nodes) - len(graph.nodes)

@@ -73,6 +73,10 @@ class Extents:
             return right
         return left if right == 1 else self._compute(operator.mul, left, right)
 
+    def half(self, extent: Extent, round_up: bool) -> Extent:
+        """Half of it, rounded."""
+        return self._compute(operator.floordiv, self.add(extent, int(round_up)), 2)
+
     def _compute(self, function: Any, left: Extent, right: Extent) -> Extent:
         if isinstance(left, int) and isinstance(right, int):
             return function(left, right)

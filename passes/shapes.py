@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import fx
@@ -11,8 +12,12 @@ from afd_graph._compat import fake_mode_of
 
 
 def propagate_shapes(graph: fx.Graph) -> int:
-    """Set ``meta["val"]`` where it is missing; returns how many. Costs a millisecond a node."""
+    """Set ``meta["val"]`` where it is missing; returns how many. Costs a millisecond a node.
+
+    The shapes are for readers, so they must not add guards to the captured graph.
+    """
     mode = fake_mode_of(graph)
+    env = mode.shape_env
     changed = 0
 
     def value(node: fx.Node) -> Any:
@@ -23,7 +28,7 @@ def propagate_shapes(graph: fx.Graph) -> int:
             continue
         args = pytree.tree_map_only(fx.Node, value, node.args)
         kwargs = pytree.tree_map_only(fx.Node, value, node.kwargs)
-        with mode:
+        with mode, env.suppress_guards() if env is not None else nullcontext():
             node.meta["val"] = node.target(*args, **kwargs)
         changed += 1
     return changed

@@ -1,8 +1,8 @@
 """Copy the token-dependent region of a graph once per stage.
 
 Before: the unsplit AFD graph and its token flow. After: a new graph in which every staged node
-has one copy per stage (``meta["afd_stage"]``), sizes substituted. Its last input is the cut, the
-number of tokens (or requests) in stage 0, unless the cut is a constant.
+has one copy per stage (``meta["afd_stage"]``), sizes substituted. The cut, the number of tokens (or
+requests) in stage 0, is its last input, or half of the axis, computed in the graph.
 
 1. values outside the flow are copied once and sliced where a stage needs its part of them;
 2. a staged node is copied for stage 0 and stage 1; along a key axis (see :mod:`token_flow`) once
@@ -24,7 +24,7 @@ from torch import fx
 
 from afd_graph.errors import PassError
 from afd_graph.passes.extents import Extent, Extents
-from afd_graph.passes.sizes import size_of
+from afd_graph.passes.sizes import product, shape_of, size_of
 from afd_graph.passes.token_flow import (
     ATTENTION,
     DISPATCH,
@@ -43,23 +43,33 @@ CUT = "afd_cut"
 
 
 def split_stages(
-    graph: fx.Graph, flow: TokenFlow, *, cut: int | torch.SymInt, num_stages: int = 2
+    graph: fx.Graph, flow: TokenFlow, *, cut: torch.SymInt | None, num_stages: int = 2
 ) -> fx.Graph:
     """Return the two-stage graph.
 
     Args:
         graph: the unsplit AFD graph; not changed.
         flow: its token flow.
-        cut: extent of stage 0 along the token axis: a constant, or a symbolic size, which makes
-            the cut an input.
+        cut: symbolic extent of stage 0 along the token axis, which makes it an input; None for
+            half of the axis (:func:`half_rounds_up`), which needs no symbol of its own.
         num_stages: two.
     """
     return _Splitter(graph, flow, cut, num_stages).run()
 
 
+def half_rounds_up(flow: TokenFlow) -> bool:
+    """Which stage gets the odd one: the planner gives a token to stage 0, a request to stage 1."""
+    tokens_per_entry = product(
+        size
+        for dim, size in enumerate(shape_of(flow.seed.meta["val"])[:-1])
+        if dim != flow.seed_dim
+    )
+    return flow.mode != "batch" or tokens_per_entry.is_one
+
+
 class _Splitter:
     def __init__(
-        self, graph: fx.Graph, flow: TokenFlow, cut: int | torch.SymInt, num_stages: int
+        self, graph: fx.Graph, flow: TokenFlow, cut: torch.SymInt | None, num_stages: int
     ) -> None:
         self.old = graph
         self.flow = flow
@@ -77,12 +87,13 @@ class _Splitter:
         placeholders = [node for node in self.old.nodes if node.op == "placeholder"]
         for node in placeholders:
             self._whole_copy(node)
-        if isinstance(self.cut, int):
-            first: Extent = self.cut
+        total = self.extents.of(self.flow.axis.extent)
+        first: Extent
+        if self.cut is None:
+            first = self.extents.half(total, half_rounds_up(self.flow))
         else:
             first = self.graph.placeholder(CUT)
             first.meta["val"] = self.cut
-        total = self.extents.of(self.flow.axis.extent)
         self.starts: list[Extent] = [0, first]
         self.lengths: list[Extent] = [first, self.extents.subtract(total, first)]
         for node in self.old.nodes:
