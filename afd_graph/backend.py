@@ -22,6 +22,7 @@ from afd_graph import _compat
 from afd_graph.attention import keep_attention_whole
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector, create_connector
+from afd_graph.dump import GraphDump
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
 from afd_graph.lowering import lower
 from afd_graph.passes.graph_tools import clean_path
@@ -146,12 +147,15 @@ class AFDBackend:
             weights = tuple(by_node[node].value if node in by_node else node for node in key)
             return self._layers.number(weights)
 
+        dump = GraphDump(self.config.dump_dir, gm) if self.config.dump_dir is not None else None
+        _compat.trace_graph("afd_captured", gm)
         pipeline = Pipeline(
             self.config,
             channel=self.channel.name,
             credits=self.credits,
             with_shapes=self.config.dump_dir is not None,
             cut_is_input=self._cut_is_input,
+            observer=None if dump is None else dump.after_pass,
         )
         programs = pipeline.run(gm, weight_of, number)
         for program in programs.ffn:
@@ -160,7 +164,12 @@ class AFDBackend:
             self.channel.num_experts[program.layer] = program.num_experts
             if program.shared is not None:
                 self.channel.shared_layers.add(program.layer)
-        self._note(programs)
+        graph_report = self._note(programs)
+        if dump is not None:
+            dump.finish(programs, graph_report)
+        _compat.trace_graph("afd_unsplit", programs.unsplit)
+        if programs.split is not None:
+            _compat.trace_graph("afd_two_stage", programs.split)
         moved = {
             id(weight)
             for program in programs.ffn
@@ -179,7 +188,7 @@ class AFDBackend:
             split = _without_cut(split)
         return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, experts)
 
-    def _note(self, programs: Programs) -> None:
+    def _note(self, programs: Programs) -> GraphReport:
         known = {layer.index for layer in self._report.layers}
         numbers = [program.layer for program in programs.ffn]
         for match, layer in zip(programs.matches, numbers, strict=True):
@@ -215,6 +224,7 @@ class AFDBackend:
         )
         for failure in graph.no_match:
             log.warning("expert products that do not match: %s", failure)
+        return graph
 
     def report(self) -> Report:
         """What was compiled and what ran so far."""

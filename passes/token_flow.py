@@ -262,12 +262,24 @@ class _Walk:
                     whole.add(node)
                     continue
                 raise self._unsupported(node, str(refusal)) from None
+            if behind and self._folds(node, outcome):
+                # Joining the stages before the token axis is folded into another is one cat.
+                whole.add(node)
+                continue
             flow.outcomes[node] = outcome
             flow.layouts[node] = outcome.layout
             if node.target is DISPATCH:
                 self._layer += 1
         flow.mode = self.mode or "rows"
         return flow
+
+    def _folds(self, node: fx.Node, outcome: Outcome) -> bool:
+        def plain(layout: Layout | tuple[Layout, ...]) -> bool:
+            layouts = layout if isinstance(layout, tuple) else (layout,)
+            return all(entry.plain for one in layouts for entry in one.values())
+
+        sources = [self.flow.layouts[n] for n in node.all_input_nodes if n in self.flow.layouts]
+        return not plain(outcome.layout) and all(plain(layout) for layout in sources)
 
     def _reads_keys(self, node: fx.Node) -> bool:
         return any(
