@@ -49,7 +49,10 @@ class _Pending:
 
 @dataclass(frozen=True)
 class Event:
-    """One boundary crossing: ``kind`` is ``dispatch`` or ``receive``; times in nanoseconds."""
+    """One boundary crossing: ``kind`` is ``dispatch`` or ``receive``; times in nanoseconds.
+
+    ``ffn_ns`` of a receive says when its experts began and ended, where the connector knows.
+    """
 
     kind: str
     layer: int
@@ -57,6 +60,7 @@ class Event:
     begin_ns: int
     end_ns: int
     rows: int
+    ffn_ns: tuple[int, int] | None = None
 
 
 class Channel:
@@ -179,6 +183,7 @@ class Channel:
         except ConnectorError as error:
             raise _located(error, layer, stage) from error
         self._pending.popleft()
+        ffn = self.connector.ffn_times(ticket) if self.observers else None
         try:
             _check_answer("rows", rows, pending.tokens * pending.top_k, hidden, layer, stage)
             if pending.shared:
@@ -196,9 +201,8 @@ class Channel:
         if self.layout_log:
             self._log_layout("restore", pending.tokens)
         if self.observers:
-            self._observe(
-                Event("receive", layer, stage, begin, time.perf_counter_ns(), pending.tokens)
-            )
+            end = time.perf_counter_ns()
+            self._observe(Event("receive", layer, stage, begin, end, pending.tokens, ffn))
         return out
 
     def abandon(self) -> None:

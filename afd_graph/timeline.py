@@ -149,7 +149,7 @@ class Recorder:
 
         with Recorder(channel) as recorder:
             model(tokens)
-        measurement = recorder.measure(ffn_busy)
+        measurement = recorder.measure()
 
     Args:
         channel: the channel to observe.
@@ -172,7 +172,11 @@ class Recorder:
         self._channel.observers.remove(self.events.append)
 
     def measure(
-        self, ffn_busy: Iterable[FFNBusy] = (), *, title: str = "measured", ffn_clock_ns: int = 0
+        self,
+        ffn_busy: Iterable[FFNBusy] | None = None,
+        *,
+        title: str = "measured",
+        ffn_clock_ns: int = 0,
     ) -> Measurement:
         """Turn what was seen into a timeline and costs; see :func:`measure`."""
         return measure(
@@ -187,7 +191,7 @@ class Recorder:
 
 def measure(
     events: Sequence[Event],
-    ffn_busy: Iterable[FFNBusy] = (),
+    ffn_busy: Iterable[FFNBusy] | None = None,
     *,
     begin_ns: int | None = None,
     rank: int = 0,
@@ -207,7 +211,8 @@ def measure(
 
     Args:
         events: dispatches and receives of one step, in order.
-        ffn_busy: ``(layer, stage, begin_ns, end_ns)`` of the experts in this step.
+        ffn_busy: ``(layer, stage, begin_ns, end_ns)`` of the experts in this step; ``None`` takes
+            what the connector noted in the receives.
         begin_ns: begin of the step; ``None`` takes the first event's.
         rank: rank of the attention process.
         title: title of the timeline.
@@ -230,6 +235,8 @@ def measure(
     if not events:
         return Measurement(Timeline((), title), None)
     origin = events[0].begin_ns if begin_ns is None else begin_ns
+    if ffn_busy is None:
+        ffn_busy = [(*item, *event.ffn_ns) for item, event in receives.items() if event.ffn_ns]
     experts = {
         (layer, stage): (begin + ffn_clock_ns, end + ffn_clock_ns)
         for layer, stage, begin, end in ffn_busy

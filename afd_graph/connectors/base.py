@@ -76,6 +76,14 @@ class Connector(ABC):
             ConnectorError: the FFN side died, failed or did not answer within ``timeout_s``.
         """
 
+    def ffn_times(self, ticket: int) -> tuple[int, int] | None:
+        """When the experts of the answered ``ticket`` began and ended, before :meth:`release`.
+
+        Nanoseconds on the clock of this process's :func:`time.perf_counter_ns`; ``None`` when the
+        connector does not know.
+        """
+        return None
+
     @abstractmethod
     def release(self, ticket: int) -> None:
         """Give the buffers of ``ticket`` back."""

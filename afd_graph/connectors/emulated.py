@@ -26,6 +26,8 @@ _SPIN_S = 3e-4  # a sleeping thread wakes late by less than this; the rest is wa
 @dataclass(frozen=True)
 class _Flight:
     item: WorkItem
+    begin_s: float
+    end_s: float
     ready_s: float
 
 
@@ -91,7 +93,8 @@ class EmulatedConnector(Connector):
         self._engine_free_s = begin + self._ffn_s * share
         ticket = self._next_ticket
         self._next_ticket += 1
-        self._flights[ticket] = _Flight(item, self._engine_free_s + self._return_s * share)
+        end = self._engine_free_s
+        self._flights[ticket] = _Flight(item, begin, end, end + self._return_s * share)
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -110,6 +113,11 @@ class EmulatedConnector(Connector):
                 remedy="raise timeout_s above the emulated times",
             )
         return item.rows, item.shared_rows
+
+    def ffn_times(self, ticket: int) -> tuple[int, int]:
+        """When the engine had ``ticket``."""
+        flight = self._flights[ticket]
+        return round(flight.begin_s * 1e9), round(flight.end_s * 1e9)
 
     def release(self, ticket: int) -> None:
         """Drop the answer of ``ticket``."""

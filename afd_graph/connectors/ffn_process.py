@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -110,6 +111,7 @@ class _Server:
             if has_shared
             else None,
         )
+        begin = time.perf_counter_ns()
         self._executor.run(
             item,
             out=target.tensor(0, item.rows.shape, dtype),
@@ -117,4 +119,4 @@ class _Server:
             if item.shared_rows is None
             else target.tensor(layout.answer_shared, item.shared_rows.shape, dtype),
         )
-        return message._replace(kind=Kind.ANSWER)
+        return message._replace(kind=Kind.ANSWER, begin_ns=begin, end_ns=time.perf_counter_ns())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class _Job:
     memory: torch.Tensor | None
     outcome: queue.SimpleQueue[_Answer | ConnectorError] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
+    times: tuple[int, int] | None = None
 
 
 class LocalConnector(Connector):
@@ -119,6 +121,10 @@ class LocalConnector(Connector):
         if isinstance(outcome, ConnectorError):
             raise outcome
         return outcome
+
+    def ffn_times(self, ticket: int) -> tuple[int, int] | None:
+        """When the thread began and ended ``ticket``."""
+        return self._jobs[ticket].times
 
     def release(self, ticket: int) -> None:
         """Drop the answer of ``ticket`` and use its memory again."""
@@ -207,8 +213,13 @@ def _serve(
     started.put(None)
     while (job := jobs.get()) is not None:
         if not job.is_cancelled:
+            begin = time.perf_counter_ns()
+            outcome: _Answer | ConnectorError
             try:
-                job.outcome.put(executor.run(job.item))
+                outcome = executor.run(job.item)
             except ConnectorError as error:
-                job.outcome.put(error)
+                outcome = error
+            job.times = begin, time.perf_counter_ns()
+            job.outcome.put(outcome)
+            del outcome
         del job  # an idle thread must not keep the last rows alive

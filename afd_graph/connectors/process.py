@@ -66,6 +66,7 @@ class _Flight:
     answered: bool = False
     abandoned: bool = False
     error: str | None = None
+    times: tuple[int, int] = (0, 0)
 
 
 class ProcessConnector(Connector):
@@ -203,6 +204,10 @@ class ProcessConnector(Connector):
         shape = (sent.shared_rows, layer.hidden_size)
         return rows, answer.tensor(layout.answer_shared, shape, layer.dtype)
 
+    def ffn_times(self, ticket: int) -> tuple[int, int]:
+        """When the FFN process computed ``ticket``; both processes read one clock."""
+        return self._flights[ticket].times
+
     def release(self, ticket: int) -> None:
         """Give the slot of ``ticket`` back, at once or when its answer has come."""
         flight = self._flights.pop(ticket, None)
@@ -327,10 +332,11 @@ class ProcessConnector(Connector):
         elif (
             kind in (Kind.ANSWER, Kind.ERROR)
             and oldest is not None
-            and message._replace(kind=Kind.ITEM, text="") == oldest.sent
+            and message._replace(kind=Kind.ITEM, begin_ns=0, end_ns=0, text="") == oldest.sent
         ):
             self._unanswered.popleft()
             oldest.answered = True
+            oldest.times = message.begin_ns, message.end_ns
             oldest.error = message.text if kind is Kind.ERROR else None
             if oldest.abandoned:
                 self._free.append(oldest.slot)

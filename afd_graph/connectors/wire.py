@@ -19,7 +19,7 @@ from typing import NamedTuple
 from afd_graph.connectors.shared_memory import aligned
 
 _MAGIC = b"AFD1"
-_HEADER = struct.Struct("<4s4i3q")
+_HEADER = struct.Struct("<4s4i5q")
 _MAX_TEXT = 4096
 _MAX_DESCRIPTORS = 64
 NO_SHARED_ROWS = -1
@@ -38,7 +38,11 @@ class Kind(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """A header; fields that a kind has no use for are 0."""
+    """A header; fields that a kind has no use for are 0.
+
+    ``begin_ns`` and ``end_ns`` say when the experts computed an answer. Both processes read the
+    same monotonic clock.
+    """
 
     kind: Kind
     layer: int = 0
@@ -47,6 +51,8 @@ class Message(NamedTuple):
     ticket: int = 0
     rows: int = 0
     shared_rows: int = NO_SHARED_ROWS
+    begin_ns: int = 0
+    end_ns: int = 0
     text: str = ""
 
 
@@ -107,6 +113,4 @@ def _parse(packet: bytes) -> Message | None:
     magic, kind, *fields = _HEADER.unpack_from(packet)
     if magic != _MAGIC or kind not in Kind._value2member_map_:
         raise GarbageError(f"a packet that starts with {packet[:8]!r}")
-    layer, stage, slot, ticket, rows, shared_rows = fields
-    text = packet[_HEADER.size :].decode(errors="replace")
-    return Message(Kind(kind), layer, stage, slot, ticket, rows, shared_rows, text)
+    return Message(Kind(kind), *fields, text=packet[_HEADER.size :].decode(errors="replace"))
