@@ -31,6 +31,7 @@ from afd_graph.connectors.child_process import ChildProcess
 from afd_graph.connectors.process import ProcessConnector
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.runtime import Channel
+from afd_graph.timeline import Recorder
 
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
 OPTIONS = {"local": {}, "process": {"imports": ["expert_ops"]}, "emulated": {}}
@@ -152,6 +153,15 @@ class TestAnswers:
         connector.row_buffer(2, HIDDEN, torch.float32).fill_(9.0)
         assert float(answers[1].unique()) == 2.0
         connector.release(tickets[1])
+
+
+    def test_the_experts_times_are_told(self, channel):
+        with Recorder(channel) as recorder:
+            step(channel, PAUSING)
+        costs = recorder.measure().costs
+        assert costs is not None
+        assert PAUSE_S <= costs.ffn_s < PAUSE_S + 0.5
+        assert costs.dispatch_s + costs.return_s < 0.5
 
 
 class TestErrors:
