@@ -26,7 +26,7 @@ from expert_programs import (
     threads_program,
 )
 
-from afd_graph.connectors import Connector, WorkItem, create_connector
+from afd_graph.connectors import Connector, WorkItem, create_connector, wire
 from afd_graph.connectors.child_process import ChildProcess
 from afd_graph.connectors.process import ProcessConnector
 from afd_graph.errors import ConfigError, ConnectorError
@@ -419,20 +419,21 @@ class TestProcessFaults:
 # What stands in for the FFN process: it reads the header's fields and answers as a test says.
 _IMPOSTOR = """
 import json, socket, struct, sys
-header = struct.Struct("<4s4i3q")
+header = struct.Struct("FORMAT")
+more = [0] * (len(header.unpack(bytes(header.size))) - 8)  # fields that no reply needs
 link = socket.socket(fileno=json.loads(sys.argv[-1])["descriptor"])
-link.send(header.pack(b"AFD1", 4, 0, 0, 0, 0, 0, -1))
+link.send(header.pack(b"AFD1", 4, 0, 0, 0, 0, 0, -1, *more))
 while True:
     packet = link.recv(4096)
     if not packet:
         break
-    magic, kind, layer, stage, slot, ticket, rows, shared = header.unpack(packet[:header.size])
+    magic, kind, layer, stage, slot, ticket, rows, shared = header.unpack(packet[:header.size])[:8]
     if kind == 2:
-        link.send(header.pack(magic, 5, layer, 0, 0, -1, 0, -1))
+        link.send(header.pack(magic, 5, layer, 0, 0, -1, 0, -1, *more))
     elif kind == 3:
         REPLY
 """
-_ANSWER = "link.send(header.pack({}, {}, {}, stage, slot, {}, {}, shared))"
+_ANSWER = "link.send(header.pack({}, {}, {}, stage, slot, {}, {}, shared, *more))"
 _REPLIES = {
     "another ticket": _ANSWER.format("magic", 6, "layer", "ticket + 1", "rows"),
     "another layer": _ANSWER.format("magic", 6, "layer + 1", "ticket", "rows"),
@@ -449,7 +450,7 @@ class _ImpostorConnector(ProcessConnector):
     reply: str
 
     def _spawn(self) -> ChildProcess:
-        script = _IMPOSTOR.replace("REPLY", self.reply)
+        script = _IMPOSTOR.replace("FORMAT", wire._HEADER.format).replace("REPLY", self.reply)
         return ChildProcess(self._options, [sys.executable, "-S", "-c", script])
 
 
