@@ -160,7 +160,7 @@ class Recorder:
         self._channel = channel
         self.rank = rank
         self.events: list[Event] = []
-        self.begin_ns = 0
+        self.begin_ns = self.end_ns = 0
 
     def __enter__(self) -> Recorder:
         self.events.clear()
@@ -169,6 +169,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.end_ns = time.perf_counter_ns()
         self._channel.observers.remove(self.events.append)
 
     def measure(
