@@ -7,28 +7,23 @@
 3. The answer comes back the same way; the tensors that :meth:`ProcessConnector.wait` returns are
    views of the slot.
 4. :meth:`ProcessConnector.close` ends the process and gives the weights back to the model.
-
-Whatever is wrong with the FFN process or its messages fails the connector for good: the process
-is killed, the cause is named, and only ``close`` is possible. An error of the experts themselves
-concerns its item alone.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
 from afd_graph.connectors import wire
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.child_process import ChildProcess
+from afd_graph.connectors.ffn_peer import FFNPeer
 from afd_graph.connectors.moved_weights import MovedWeights
 from afd_graph.connectors.shared_memory import Segment
 from afd_graph.connectors.wire import ItemLayout, Kind, Message
@@ -69,6 +64,29 @@ class _Flight:
     times: tuple[int, int] = (0, 0)
 
 
+class _Flights:
+    """Items under way and the slots that they hold."""
+
+    def __init__(self) -> None:
+        self.free: list[_Slot] = []
+        self.by_ticket: dict[int, _Flight] = {}
+        self.unanswered: deque[_Flight] = deque()
+
+    def answer(self, message: Message) -> bool:
+        """Note an answer; False when it does not belong to the oldest unanswered item."""
+        oldest = self.unanswered[0] if self.unanswered else None
+        asked = message._replace(kind=Kind.ITEM, begin_ns=0, end_ns=0, text="")
+        if oldest is None or asked != oldest.sent:
+            return False
+        self.unanswered.popleft()
+        oldest.answered = True
+        oldest.times = message.begin_ns, message.end_ns
+        oldest.error = message.text if message.kind is Kind.ERROR else None
+        if oldest.abandoned:
+            self.free.append(oldest.slot)
+        return True
+
+
 class ProcessConnector(Connector):
     """Runs the experts in their own process.
 
@@ -101,23 +119,17 @@ class ProcessConnector(Connector):
             "cpus": None if cpus is None else sorted(cpus),
             "imports": list(imports),
         }
-        self._start_timeout_s = start_timeout_s
-        self._child: ChildProcess | None = None
-        self._is_ready = False
+        self._flights = _Flights()
+        self._peer = FFNPeer(start_timeout_s, self._flights.answer)
         self._layers: dict[int, _Layer] = {}
-        self._known: set[int] = set()
         self._slots: list[_Slot] = []
-        self._free: list[_Slot] = []
         self._prepared: tuple[_Slot, torch.Tensor] | None = None
-        self._flights: dict[int, _Flight] = {}
-        self._unanswered: deque[_Flight] = deque()
         self._next_ticket = 0
-        self._refusal: str | None = None
         self._finalizers: list[weakref.finalize] = []
 
     def add_program(self, program: FFNProgram) -> None:
         """Move the weights to shared memory and start the FFN process if there is none yet."""
-        self._check_open(program.layer, None)
+        self._peer.check_open(program.layer, None)
         known = self._layers.get(program.layer)
         if known is not None:
             if known.key and known.key == program.key:
@@ -135,12 +147,12 @@ class ProcessConnector(Connector):
         self._layers[program.layer] = _Layer(
             program.key, program.hidden_size, program.dtype, program.num_experts, weights
         )
-        if self._child is None:
+        if not self._peer.is_started:
             self._start()
 
     def row_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[rows, width]`` shared memory of the next free slot."""
-        self._check_open(None, None)
+        self._peer.check_open(None, None)
         slot = self._prepared[0] if self._prepared is not None else self._take_slot()
         slot.item.grow(rows * width * dtype.itemsize)
         buffer = slot.item.tensor(0, (rows, width), dtype)
@@ -152,10 +164,9 @@ class ProcessConnector(Connector):
 
         Rows that are not in the buffer of :meth:`row_buffer` are copied to it; so are shared rows.
         """
-        self._check_open(item.layer, item.stage)
+        self._peer.check_open(item.layer, item.stage)
         layer = self._checked(item)
-        if item.layer not in self._known:
-            self._introduce(item.layer)
+        self._peer.introduce(item.layer, layer.weights)
         count = item.rows.shape[0]
         if self._prepared is None or self._prepared[1] is not item.rows:
             self.row_buffer(count, item.rows.shape[1], item.rows.dtype).copy_(item.rows)
@@ -175,26 +186,25 @@ class ProcessConnector(Connector):
         message = Message(
             Kind.ITEM, item.layer, item.stage, slot.index, ticket, count, shared_count
         )
-        try:
-            self._running.send(message)
-        except ConnectorError as error:
-            self._fail(error, item.layer, item.stage)
+        self._peer.send_item(message)
         self._next_ticket += 1
         self._prepared = None
-        flight = self._flights[ticket] = _Flight(slot, message, layout)
-        self._unanswered.append(flight)
+        flight = self._flights.by_ticket[ticket] = _Flight(slot, message, layout)
+        self._flights.unanswered.append(flight)
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the answer of ``ticket`` as views of its slot, valid until :meth:`release`."""
-        flight = self._flights.get(ticket)
+        flight = self._flights.by_ticket.get(ticket)
         if flight is None:
-            self._check_open(None, None)
-            raise ConnectorError(f"ticket {ticket} is not outstanding: {sorted(self._flights)}")
+            self._peer.check_open(None, None)
+            raise ConnectorError(
+                f"ticket {ticket} is not outstanding: {sorted(self._flights.by_ticket)}"
+            )
         sent, layout = flight.sent, flight.layout
         if not flight.answered:
-            self._check_open(sent.layer, sent.stage)
-            self._read(lambda: flight.answered, timeout_s, sent.layer, sent.stage)
+            self._peer.check_open(sent.layer, sent.stage)
+            self._peer.read_until(lambda: flight.answered, timeout_s, sent.layer, sent.stage)
         if flight.error is not None:
             raise ConnectorError(flight.error, layer=sent.layer, stage=sent.stage)
         layer, answer = self._layers[sent.layer], flight.slot.answer
@@ -206,27 +216,24 @@ class ProcessConnector(Connector):
 
     def ffn_times(self, ticket: int) -> tuple[int, int]:
         """When the FFN process computed ``ticket``; both processes read one clock."""
-        return self._flights[ticket].times
+        return self._flights.by_ticket[ticket].times
 
     def release(self, ticket: int) -> None:
         """Give the slot of ``ticket`` back, at once or when its answer has come."""
-        flight = self._flights.pop(ticket, None)
+        flight = self._flights.by_ticket.pop(ticket, None)
         if flight is not None:
             flight.abandoned = True
             if flight.answered:
-                self._free.append(flight.slot)
+                self._flights.free.append(flight.slot)
 
     def abandon(self) -> None:
         """Forget every item; the FFN process still answers what it has, and nobody looks."""
-        for ticket in list(self._flights):
+        for ticket in list(self._flights.by_ticket):
             self.release(ticket)
 
     def close(self) -> None:
         """End the FFN process and give the weights back to the model; idempotent."""
-        self._refusal = "is closed"
-        child, self._child = self._child, None
-        if child is not None:
-            child.stop()
+        self._peer.close()
         for finalizer in self._finalizers:
             finalizer()
         self._finalizers.clear()
@@ -234,27 +241,15 @@ class ProcessConnector(Connector):
             slot.item.close()
             slot.answer.close()
         self._prepared = None
-        for left in (self._flights, self._unanswered, self._free, self._slots, self._layers):
+        flights = self._flights
+        for left in (flights.by_ticket, flights.unanswered, flights.free, self._slots):
             left.clear()
+        self._layers.clear()
 
     @property
     def pid(self) -> int | None:
         """Process id of the FFN process while there is one."""
-        return None if self._child is None else self._child.pid
-
-    @property
-    def _running(self) -> ChildProcess:
-        assert self._child is not None
-        return self._child
-
-    def _check_open(self, layer: int | None, stage: int | None) -> None:
-        if self._refusal is not None:
-            raise ConnectorError(
-                f"the process connector {self._refusal}",
-                layer=layer,
-                stage=stage,
-                remedy="compile the model again with a new backend",
-            )
+        return self._peer.pid
 
     def _checked(self, item: WorkItem) -> _Layer:
         layer = self._layers.get(item.layer)
@@ -276,82 +271,23 @@ class ProcessConnector(Connector):
         )
 
     def _start(self) -> None:
-        self._child = child = self._spawn()
+        child = self._spawn()
         self._finalizers.append(weakref.finalize(self, child.stop))
         self._slots = [_Slot(index) for index in range(self.credits)]
-        self._free = list(self._slots)
+        self._flights.free.extend(self._slots)
         segments = [slot.item for slot in self._slots] + [slot.answer for slot in self._slots]
-        try:
-            child.send(Message(Kind.SLOTS), [segment.descriptor for segment in segments])
-        except ConnectorError as error:
-            self._fail(error, None, None)
+        self._peer.start(child, [segment.descriptor for segment in segments])
 
     def _spawn(self) -> ChildProcess:
         return ChildProcess(self._options)
 
-    def _introduce(self, index: int) -> None:
-        """Send the program of layer ``index`` and wait until the FFN process has it."""
-        weights = self._layers[index].weights
-        self._read(lambda: self._is_ready, self._start_timeout_s, index, None)
-        message = Message(Kind.PROGRAM, index, ticket=-1, rows=weights.description_size)
-        try:
-            self._running.send(message, [weights.segment.descriptor])
-        except ConnectorError as error:
-            self._fail(error, index, None)
-        self._read(lambda: index in self._known, self._start_timeout_s, index, None)
-
     def _take_slot(self) -> _Slot:
-        if not self._free and any(flight.abandoned for flight in self._unanswered):
-            self._read(lambda: bool(self._free), _DRAIN_S, None, None)
-        if not self._free:
+        free = self._flights.free
+        if not free and any(flight.abandoned for flight in self._flights.unanswered):
+            self._peer.read_until(lambda: bool(free), _DRAIN_S, None, None)
+        if not free:
             raise ConnectorError(
                 f"send without a credit: {self.credits} items are un-received",
                 remedy="receive and release an answer first",
             )
-        return self._free.pop()
-
-    def _read(
-        self, done: Callable[[], bool], timeout_s: float, layer: int | None, stage: int | None
-    ) -> None:
-        """Take messages in until ``done``; any failure is the connector's."""
-        begin = time.monotonic()
-        while not done():
-            try:
-                self._take(self._running.receive(timeout_s, begin))
-            except ConnectorError as error:
-                self._fail(error, layer, stage)
-
-    def _take(self, message: Message) -> None:
-        kind, oldest = message.kind, self._unanswered[0] if self._unanswered else None
-        if kind is Kind.READY and not self._is_ready:
-            self._is_ready = True
-        elif kind is Kind.KNOWN and message.layer in self._layers:
-            self._known.add(message.layer)
-        elif kind is Kind.ERROR and message.ticket == -1:
-            raise ConnectorError(f"the FFN process refused a program: {message.text}")
-        elif (
-            kind in (Kind.ANSWER, Kind.ERROR)
-            and oldest is not None
-            and message._replace(kind=Kind.ITEM, begin_ns=0, end_ns=0, text="") == oldest.sent
-        ):
-            self._unanswered.popleft()
-            oldest.answered = True
-            oldest.times = message.begin_ns, message.end_ns
-            oldest.error = message.text if kind is Kind.ERROR else None
-            if oldest.abandoned:
-                self._free.append(oldest.slot)
-        else:
-            expected = "none" if oldest is None else str(oldest.sent)
-            raise ConnectorError(
-                f"the FFN process answered garbage: {message}, expected an answer to {expected}",
-                remedy="check that both sides run the same version",
-            )
-
-    def _fail(self, error: ConnectorError, layer: int | None, stage: int | None) -> NoReturn:
-        """Kill the FFN process and refuse from here on; unless ``close`` was the cause."""
-        if self._refusal is None:
-            self._refusal = f"has failed: {error.what}"
-            self._running.kill()
-        else:
-            self._check_open(layer, stage)
-        raise ConnectorError(error.what, layer=layer, stage=stage, remedy=error.remedy) from error
+        return free.pop()

@@ -113,4 +113,5 @@ def _parse(packet: bytes) -> Message | None:
     magic, kind, *fields = _HEADER.unpack_from(packet)
     if magic != _MAGIC or kind not in Kind._value2member_map_:
         raise GarbageError(f"a packet that starts with {packet[:8]!r}")
-    return Message(Kind(kind), *fields, text=packet[_HEADER.size :].decode(errors="replace"))
+    text = packet[_HEADER.size :].decode(errors="replace")
+    return Message._make((Kind(kind), *fields, text))
