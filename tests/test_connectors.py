@@ -154,7 +154,6 @@ class TestAnswers:
         assert float(answers[1].unique()) == 2.0
         connector.release(tickets[1])
 
-
     def test_the_experts_times_are_told(self, channel):
         with Recorder(channel) as recorder:
             step(channel, PAUSING)
