@@ -317,6 +317,15 @@ def _weights_source(node: fx.Node, ids: fx.Node) -> fx.Node:
     return found
 
 
+_DENSE_PRODUCTS = {
+    aten.mm.default: 0,
+    aten.addmm.default: 1,
+    aten.linear.default: 0,
+    aten.matmul.default: 0,
+}
+"""Products of the shared experts, and which argument holds their rows."""
+
+
 def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
     """Find ``output + dense(hidden)``: the shared experts, if there are any."""
     top = _through(hidden)
@@ -332,12 +341,19 @@ def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
         inside = descendants([top]) & ancestors([other])
         if top not in inside or output in inside or other is top:
             continue
-        products = [n for n in inside if n.target in (aten.mm.default, aten.addmm.default)]
+        # A gate on the shared experts is a product too, but not one that gives hidden rows.
+        hidden_size = top.meta["val"].shape[-1]
+        products = [
+            n
+            for n in inside
+            if n.target in _DENSE_PRODUCTS and n.meta["val"].shape[-1] == hidden_size
+        ]
         if not products:
             continue
         last = max(products, key=list(hidden.graph.nodes).index)
-        width = int(last.args[-2].meta["val"].shape[1])  # type: ignore[union-attr]
-        return SharedExperts(top, other, add, width)
+        rows = last.args[_DENSE_PRODUCTS[last.target]]
+        width = int(rows.meta["val"].shape[-1])  # type: ignore[union-attr]
+        return SharedExperts(top, other, add, width) if width else None
     return None
 
 
