@@ -5,10 +5,11 @@ Tested against the PyTorch version that ``pyproject.toml`` pins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._ops import OpOverload as OpOverload
@@ -24,7 +25,10 @@ def has_fast_mm(dtype: torch.dtype) -> bool:
 
 
 def aot_compile(
-    gm: fx.GraphModule, example_inputs: list[Any], compiler: Callable[..., Any]
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    compiler: Callable[..., Any],
+    decompositions: dict[Any, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run AOTAutograd for inference and hand the functional ATen graph to ``compiler``.
 
@@ -35,6 +39,7 @@ def aot_compile(
     return aot_autograd(
         fw_compiler=compiler,
         inference_compiler=compiler,
+        decompositions=decompositions,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
 
@@ -47,6 +52,30 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+auto_functionalized = torch.ops.higher_order.auto_functionalized_v2
+"""What AOTAutograd makes of an operator that mutates its inputs."""
+
+
+def mutated_view(node: fx.Node, argument: str) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """How :data:`auto_functionalized` makes a mutated argument from its base.
+
+    Returns:
+        The operator and its arguments behind the base; None when the argument is the base.
+    """
+    from torch._higher_order_ops import auto_functionalize as functional
+
+    kwargs = dict(node.kwargs)
+    found = functional.read_view_information_from_args(
+        [argument], [torch.TensorType.get()], kwargs, kwargs["_all_bases"]
+    )[argument]
+    if isinstance(found, functional.AsStridedViewInfo):
+        place = (tuple(found.size), tuple(found.stride), found.storage_offset)
+        return torch.ops.aten.as_strided.default, place
+    if isinstance(found, functional.SliceViewInfo):
+        return torch.ops.aten.slice.Tensor, (found.dim, found.start, found.end)
+    return None
 
 
 def input_source(node: fx.Node) -> str | None:
@@ -63,6 +92,30 @@ def real_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def flat_input(value: Any) -> list[Any]:
+    """What AOTAutograd makes of one input: the parts of a tensor subclass, in its order."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [part for name in names for part in flat_input(getattr(value, name))]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor is distributed and not whole on every rank."""
+    placements = getattr(value, "placements", ())
+    return any(not placement.is_replicate() for placement in placements)
+
+
+def process_group(name: str) -> tuple[int, int]:
+    """Size of a process group and this process's rank in it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(name)
+    return group.size(), group.rank()
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:
@@ -85,6 +138,34 @@ def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
         hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
     )
     return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a symbolic size had when the graph was captured."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+@contextmanager
+def guards_on(sizes: Sequence[torch.SymInt]) -> Iterator[list[sympy.Expr]]:
+    """Collect the guards that code inside puts on ``sizes``.
+
+    They are symbols of :func:`new_size_symbol`, which the captured graph's own guards cannot
+    check: whoever compiles code that depends on them has to.
+    """
+    env = sizes[0].node.shape_env
+    own = {size.node.expr for size in sizes}
+    before = len(env.guards)
+    found: list[sympy.Expr] = []
+    yield found
+    added = env.guards[before:]
+    found += [guard.expr for guard in added if own & guard.expr.free_symbols]
+    env.guards[before:] = [guard for guard in added if not own & guard.expr.free_symbols]
+
+
+def resized(value: torch.Tensor, size: torch.SymInt) -> torch.Tensor:
+    """A fake tensor like ``value`` with another first dimension, without guards on either."""
+    with size.node.shape_env.suppress_guards():
+        return value.new_empty((size, *value.shape[1:]))
 
 
 def trace_graph(name: str, gm: fx.GraphModule) -> None:
@@ -128,3 +209,13 @@ def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callab
     # AOTAutograd's own context takes the strides of one graph; we compile two variants of it.
     with tracing(TracingContext(mode)):
         return compile_fx_inner(traced, inputs)
+
+
+def is_defined(operator: str) -> bool:
+    """Whether ``namespace::name`` has a schema."""
+    return bool(torch._C._dispatch_has_kernel(operator))
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether ``namespace::name`` has a kernel of its own for a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, key))

@@ -11,20 +11,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-import afd_graph.ops  # noqa: F401  (registers the operators)
+import afd_graph.ops
+import afd_graph.paged_attention  # noqa: F401  (both register operators)
 from afd_graph import _compat
 from afd_graph.attention import keep_attention_whole
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector, create_connector
 from afd_graph.dump import GraphDump
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
-from afd_graph.lowering import lower
+from afd_graph.lowering import decompositions, lower
+from afd_graph.metadata import AttentionMetadata
+from afd_graph.paged_step import CompiledSizes, PagedStepChooser
+from afd_graph.passes.exact_rows import try_kernels
 from afd_graph.passes.graph_tools import clean_path
 from afd_graph.passes.match import Match
 from afd_graph.pipeline import Pipeline, Programs
@@ -67,16 +71,18 @@ class AFDBackend:
                 remedy=f"set credits to {offered} or less",
             )
         self.credits = self.config.credits or offered
-        self.channel = Channel(
+        self.channel: Channel = (self._connector.channel_type or Channel)(
             self._connector,
             credits=self.credits,
             timeout_s=self.config.timeout_s,
             check_answers=self.config.check_answers,
             layout_log=self.config.layout_log,
         )
+        self.channel.exact = self.config.exact
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
         self._plan = plan
+        self._step_metadata: AttentionMetadata | None = None
         # Compiled code is specialised on its sizes, and a free cut would be one more of them.
         self._cut_is_input = self.config.lowering == "eager"
         if plan is not None and not self._cut_is_input:
@@ -107,11 +113,11 @@ class AFDBackend:
                 remedy="call the compiled model under torch.no_grad() or torch.inference_mode()",
             )
         keep_attention_whole(gm.graph)
+        given = [n for n in gm.graph.nodes if n.op == "placeholder"]
         inputs = [
-            _Input(_compat.input_source(node), value)
-            for node, value in zip(
-                (n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=True
-            )
+            _Input(_compat.input_source(node), value, part)
+            for node, value in zip(given, example_inputs, strict=True)
+            for part in _compat.flat_input(value)
         ]
         compiled: list[_CompiledGraph] = []
 
@@ -120,8 +126,12 @@ class AFDBackend:
             compiled.append(graph)
             return _compat.boxed(graph.run)
 
-        runner = _compat.aot_compile(gm, example_inputs, compile_aten)
-        return _guarded(runner, compiled[0].experts) if compiled else runner
+        table = decompositions(self.config.lowering, self.config.lowering_options)
+        runner = _compat.aot_compile(gm, example_inputs, compile_aten, table)
+        moved = compiled[0].moved if compiled else set()
+        return _guarded(
+            runner, {i: value for i, value in enumerate(example_inputs) if id(value) in moved}
+        )
 
     def _compile(self, gm: fx.GraphModule, inputs: list[_Input]) -> _CompiledGraph:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -138,9 +148,7 @@ class AFDBackend:
                 value = getattr(gm, str(node.target))
                 return str(node.target), value
             found = by_node[node]
-            if not isinstance(found.value, torch.nn.Parameter) and not found.is_buffer:
-                return None
-            return found.name, found.value
+            return (found.name, found.value) if found.is_weight else None
 
         def number(match: Match) -> int:
             key = tuple(_root(product.weight) for product in match.products)
@@ -157,7 +165,19 @@ class AFDBackend:
             cut_is_input=self._cut_is_input,
             observer=None if dump is None else dump.after_pass,
         )
-        programs = pipeline.run(gm, weight_of, number)
+        # Only a model with distributed weights tells which of its weights are whole.
+        told = any(found.is_sharded for found in inputs)
+        replicated = [
+            node
+            for node, found in by_node.items()
+            if told and found.is_weight and not found.is_sharded
+        ]
+        programs = pipeline.run(gm, weight_of, number, replicated)
+        if programs.group is not None:
+            self.channel.tensor_parallel = (programs.group.size, programs.group.rank)
+        if self.config.exact:
+            with _compat.real_tensors():
+                try_kernels(programs.unsplit.graph)
         for program in programs.ffn:
             with _compat.real_tensors():
                 self._connector.add_program(program)
@@ -176,17 +196,55 @@ class AFDBackend:
             for expression in program.expressions()
             for _, weight in expression.weights
         }
-        experts = {i: x.value for i, x in enumerate(inputs) if id(x.value) in moved}
-        unsplit = lower(self.config.lowering, programs.unsplit)
-        split = None
-        chooser = None
-        if programs.split is not None:
-            assert programs.flow is not None
-            split = lower(self.config.lowering, programs.split)
-            chooser = StepChooser(programs.unsplit.graph, programs.flow, self.config, self._plan)
-        if split is not None and not self._cut_is_input:
-            split = _without_cut(split)
-        return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, experts)
+        unsplit = lower(self.config.lowering, programs.unsplit, self.config.lowering_options)
+        split, chooser = self._two_stages(programs)
+        return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, moved)
+
+    def _two_stages(
+        self, programs: Programs
+    ) -> tuple[Callable[[Sequence[Any]], Any] | None, StepChooser | PagedStepChooser | None]:
+        """The two-stage program, lowered, and what decides whether a step runs it."""
+        flow, gm, config = programs.flow, programs.split, self.config
+        if gm is None:
+            return None, None
+        assert flow is not None
+        if programs.sizes is not None:
+            with _compat.guards_on(programs.sizes.symbols) as conditions:
+                split = lower(config.lowering, gm, config.lowering_options)
+            return split, PagedStepChooser(
+                programs.unsplit.graph,
+                flow,
+                config,
+                lambda: self._step_metadata,
+                self._plan,
+                fits=CompiledSizes(gm.graph, conditions) if conditions else None,
+            )
+        if config.split in ("cost", "auto") and not self._cut_is_input:
+            raise ConfigError(
+                f"lowering={config.lowering!r} cuts at half of the axis, "
+                f"split={config.split!r} does not",
+                remedy="use lowering='eager' with this policy, or split='token'",
+            )
+        split = lower(config.lowering, gm, config.lowering_options)
+        chooser = StepChooser(programs.unsplit.graph, flow, config, self._plan)
+        return split if self._cut_is_input else _without_cut(split), chooser
+
+    @contextlib.contextmanager
+    def step_metadata(self, metadata: AttentionMetadata) -> Iterator[None]:
+        """Hand over the metadata of the step that the model is called for inside.
+
+            with backend.step_metadata(AttentionMetadata(query_start_loc_cpu=..., ...)):
+                compiled(tokens, positions, ...)
+
+        A step over paged caches is only split when it has some: its requests come from here, in
+        host integers. ``query_start_loc`` and ``seq_lens`` (or their ``_cpu`` forms) are needed;
+        block table and slots only where those of the graph's inputs are not in host memory.
+        """
+        before, self._step_metadata = self._step_metadata, metadata
+        try:
+            yield
+        finally:
+            self._step_metadata = before
 
     def _note(self, programs: Programs) -> GraphReport:
         known = {layer.index for layer in self._report.layers}
@@ -242,12 +300,16 @@ class AFDBackend:
 
 
 class _Input:
-    """One input of the captured graph."""
+    """One input of the functional graph: a captured input, or a part of a distributed one."""
 
-    def __init__(self, source: str | None, value: Any) -> None:
+    def __init__(self, source: str | None, captured: Any, part: Any) -> None:
         self.name = clean_path(source) if source else "?"
-        self.is_buffer = source is not None and "._buffers[" in source
-        self.value = value
+        self.value = part
+        self.is_weight = isinstance(part, torch.Tensor) and (
+            isinstance(captured, torch.nn.Parameter)
+            or (source is not None and "._buffers[" in source)
+        )
+        self.is_sharded = _compat.is_sharded(captured)
 
 
 class _LayerRegistry:
@@ -273,9 +335,9 @@ class _CompiledGraph:
         backend: AFDBackend,
         unsplit: Callable[[Sequence[Any]], Any],
         split: Callable[[Sequence[Any]], Any] | None,
-        chooser: StepChooser | None,
+        chooser: StepChooser | PagedStepChooser | None,
         unsplit_reason: str | None,
-        experts: dict[int, torch.Tensor],
+        moved: set[int],
     ) -> None:
         self._report = backend.report()
         self._channel = backend.channel
@@ -283,17 +345,17 @@ class _CompiledGraph:
         self._split = split
         self._chooser = chooser
         self._unsplit_reason = unsplit_reason or ""
-        self.experts = experts
+        self.moved = moved  # ids of the weights that the FFN side took
 
     def run(self, inputs: list[Any]) -> Any:
-        cut = self._unsplit_reason if self._chooser is None else self._chooser.cut(inputs)
+        chosen = self._unsplit_reason if self._chooser is None else self._chooser.choose(inputs)
         try:
-            if isinstance(cut, str):
+            if isinstance(chosen, str):
                 outputs = self._unsplit(inputs)
-                self._report.steps_unsplit[cut] += 1
+                self._report.steps_unsplit[chosen] += 1
             else:
                 assert self._split is not None
-                outputs = self._split([*inputs, cut])
+                outputs = self._split([*inputs, *chosen])
                 self._report.steps_split += 1
         except BaseException:
             self._channel.abandon()

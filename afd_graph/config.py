@@ -16,14 +16,16 @@ from types import MappingProxyType
 from typing import Any
 
 from afd_graph._version import __version__
+from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
 
-SPLITS = ("none", "token", "request")
-LOWERINGS = ("eager", "inductor")
+SPLITS = ("none", "token", "request", "cost", "auto")
+LOWERINGS = ("eager", "inductor", "torchair")
 SHARED_EXPERTS = ("attention", "ffn")
 ON_UNSUPPORTED = ("error", "fallback")
 
 LAYOUT_LOG_VARIABLE = "AFD_ASYNC_MOE_LAYOUT_LOG"
+RECEIVED_ROWS_VARIABLE = "BATCH_SIZE_FACTOR"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
@@ -34,19 +36,26 @@ class AFDConfig:
 
     Attributes:
         split: where a step is cut in two stages. ``token`` cuts in the middle of the token axis
-            (through requests where needed), ``request`` at the best request boundary, ``none``
-            never cuts (unsplit AFD).
+            (through requests where needed), ``request`` at the best request boundary, ``cost``
+            where the attention work is halved, ``auto`` at whichever of these is predicted to be
+            the fastest, if any beats the unsplit step; ``none`` never cuts (unsplit AFD).
+        costs: what ``cost`` and ``auto`` reckon with; its context lengths are those of each step.
         num_stages: number of token stages; exactly two.
         min_split_tokens: steps with fewer tokens than this run unsplit, counted with that reason.
         connector: name of the connector between attention and experts (:mod:`connectors`).
         connector_options: options of that connector, validated by it.
         credits: un-received dispatches allowed per attention rank; lowers what the connector
             offers. ``None`` takes the connector's own number.
+        sequence_parallel: keep one rank's rows between the sums of a tensor-parallel model, stage
+            by stage (:mod:`passes.sequence_parallel`).
         shared_experts: side that computes the shared experts.
         lowering: what the transformed graph is handed to.
+        lowering_options: options of that lowering, validated by it.
         on_unsupported: what to do with a graph that cannot be split: raise, or run it unsplit
             and count the reason.
         assume_causal: accept attention masks whose causality cannot be proven from the graph.
+        exact: give every token the same bits in a split and in an unsplit step
+            (:mod:`passes.exact_rows`); refused where kernels here cannot hold it.
         check_answers: look for NaN in every received result.
         check_masks: check at every split step that masks taken as causal are causal; reads
             tensor values.
@@ -58,15 +67,19 @@ class AFDConfig:
     """
 
     split: str = "token"
+    costs: CostModel | None = None
     num_stages: int = 2
     min_split_tokens: int = 2
     connector: str = "local"
     connector_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     credits: int | None = None
+    sequence_parallel: bool = False
     shared_experts: str = "attention"
     lowering: str = "eager"
+    lowering_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     on_unsupported: str = "error"
     assume_causal: bool = False
+    exact: bool = False
     check_answers: bool = True
     check_masks: bool = False
     timeout_s: float = 60.0
@@ -79,6 +92,21 @@ class AFDConfig:
         _choice("lowering", self.lowering, LOWERINGS)
         _choice("shared_experts", self.shared_experts, SHARED_EXPERTS)
         _choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        if self.costs is None and self.split in ("cost", "auto"):
+            raise ConfigError(
+                f"split={self.split!r} needs costs, and there is no default that fits a machine",
+                remedy="pass costs=CostModel(linear=..., quadratic=...), or use split='token'",
+            )
+        if self.costs is not None and not isinstance(self.costs, CostModel):
+            raise ConfigError(
+                f"costs={self.costs!r} is not a CostModel",
+                remedy="pass afd_graph.cost_model.CostModel(...)",
+            )
+        if self.costs is not None and self.costs.context_lens is not None:
+            raise ConfigError(
+                f"costs.context_lens={self.costs.context_lens!r} belongs to one step",
+                remedy="leave it None; the context lengths of each step are filled in",
+            )
         if self.num_stages != 2:
             raise ConfigError(
                 f"num_stages={self.num_stages!r} is not supported",
@@ -92,16 +120,30 @@ class AFDConfig:
                 f"connector={self.connector!r} is not a name",
                 remedy="name a registered connector such as 'local' or 'process'",
             )
-        if not isinstance(self.connector_options, Mapping):
-            raise ConfigError(
-                f"connector_options={self.connector_options!r} is not a mapping",
-                remedy="pass a dict of the connector's own options",
-            )
-        for name in ("assume_causal", "check_answers", "check_masks", "layout_log"):
+        for name in ("connector_options", "lowering_options"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not a mapping",
+                    remedy=f"pass a dict of the {name.removesuffix('_options')}'s own options",
+                )
+        for name in (
+            *("sequence_parallel", "assume_causal", "exact"),
+            *("check_answers", "check_masks", "layout_log"),
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a bool", remedy="use True or False"
                 )
+        if self.exact and (self.lowering != "eager" or self.sequence_parallel):
+            what = (
+                f"lowering={self.lowering!r} chooses kernels by shape"
+                if self.lowering != "eager"
+                else "sequence_parallel=True sums over ranks in an order that depends on the rows"
+            )
+            raise ConfigError(
+                f"exact=True cannot be promised: {what}",
+                remedy="use lowering='eager' and sequence_parallel=False, or exact=False",
+            )
         timeout = self.timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ConfigError(
@@ -110,9 +152,8 @@ class AFDConfig:
             )
         if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
             raise ConfigError(f"dump_dir={self.dump_dir!r} is not a path", remedy="pass a path")
-        object.__setattr__(
-            self, "connector_options", MappingProxyType(dict(self.connector_options))
-        )
+        for name in ("connector_options", "lowering_options"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "disabled_passes", tuple(self.disabled_passes))
 
     @classmethod
@@ -142,11 +183,31 @@ class AFDConfig:
     def digest(self) -> str:
         """Hex digest over everything that changes the emitted graph, and our version."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["connector_options"] = dict(self.connector_options)
+        for name in ("connector_options", "lowering_options"):
+            values[name] = dict(getattr(self, name))
         for cosmetic in ("layout_log", "dump_dir"):
             del values[cosmetic]
         text = json.dumps([__version__, values], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def received_rows_factor() -> float:
+    """Share of the rows that a CAM dispatch_recv allocates; the operators read the same variable.
+
+    Raises:
+        ConfigError: the variable is not a number in (0, 1].
+    """
+    text = os.environ.get(RECEIVED_ROWS_VARIABLE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0.0 < factor <= 1.0:
+        raise ConfigError(
+            f"{RECEIVED_ROWS_VARIABLE}={text!r} is not in (0, 1]",
+            remedy="set it to the share of 262144 rows that one chunk may hold, on all ranks",
+        )
+    return factor
 
 
 def _from_environment() -> dict[str, Any]:

@@ -62,6 +62,10 @@ class PassError(AFDError):
     """A pass broke an invariant of the graph; always a defect of this package."""
 
 
+class ExactError(AFDError):
+    """Exact mode cannot promise equal bits: a kernel here, or an operator of the model."""
+
+
 class ConnectorError(AFDError):
     """A dispatch or receive failed: dead or stalled peer, wrong answer, misuse of credits."""
 

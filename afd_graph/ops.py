@@ -3,7 +3,8 @@
 Inputs and outputs are plain tensors and integers so that every lowering can carry them. A
 dispatch returns a *handle*, an ``int64 [1]`` tensor that its receive consumes: the data edge
 orders the two for every compiler. ``channel`` names the runtime object that does the work
-(:mod:`afd_graph.runtime`), the way a process group's name does for collectives.
+(:mod:`afd_graph.runtime`), the way a process group's name does for collectives. ``parent_rows``
+is given when the rows are one rank's share of that many.
 """
 
 from __future__ import annotations
@@ -17,24 +18,37 @@ from afd_graph.runtime import channel as _channel
 _library = torch.library.Library("afd", "DEF")
 
 _library.define(
-    "cam_dispatch(Tensor hidden, Tensor topk_ids, int layer, int stage, str channel) -> Tensor"
+    "cam_dispatch(Tensor hidden, Tensor topk_ids, int layer, int stage, str channel, *, "
+    "SymInt? parent_rows=None) -> Tensor"
 )
 _library.define(
     "cam_receive(Tensor handle, Tensor hidden, Tensor topk_weights, int layer, int stage, "
-    "str channel) -> Tensor"
+    "str channel, *, SymInt? parent_rows=None) -> Tensor"
 )
 _library.define("grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor")
 
 
 def _dispatch(
-    hidden: torch.Tensor, topk_ids: torch.Tensor, layer: int, stage: int, channel: str
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    layer: int,
+    stage: int,
+    channel: str,
+    *,
+    parent_rows: int | None = None,
 ) -> torch.Tensor:
-    ticket = _channel(channel).dispatch(hidden, topk_ids, layer, stage)
+    ticket = _channel(channel).dispatch(hidden, topk_ids, layer, stage, parent_rows)
     return torch.tensor([ticket], dtype=torch.int64)
 
 
 def _dispatch_fake(
-    hidden: torch.Tensor, topk_ids: torch.Tensor, layer: int, stage: int, channel: str
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    layer: int,
+    stage: int,
+    channel: str,
+    *,
+    parent_rows: int | torch.SymInt | None = None,
 ) -> torch.Tensor:
     torch._check(hidden.dim() == 2 and topk_ids.dim() == 2, lambda: "rows must be 2-D")
     torch._check(hidden.shape[0] == topk_ids.shape[0], lambda: "one row of ids per token")
@@ -48,8 +62,10 @@ def _receive(
     layer: int,
     stage: int,
     channel: str,
+    *,
+    parent_rows: int | None = None,
 ) -> torch.Tensor:
-    return _channel(channel).receive(int(handle), hidden, topk_weights, layer, stage)
+    return _channel(channel).receive(int(handle), hidden, topk_weights, layer, stage, parent_rows)
 
 
 def _receive_fake(
@@ -59,6 +75,8 @@ def _receive_fake(
     layer: int,
     stage: int,
     channel: str,
+    *,
+    parent_rows: int | torch.SymInt | None = None,
 ) -> torch.Tensor:
     return hidden.new_empty(hidden.shape)
 

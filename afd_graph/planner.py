@@ -256,6 +256,21 @@ def plan_stages(
     return NoSplit(NoSplitReason.PREFIX_HAZARD, str(hazard)) if hazard else plan
 
 
+def plan_at(num_scheduled_tokens: Iterable[int], cut: int) -> StagePlan:
+    """Describe a step that is cut in front of token ``cut``, wherever that is.
+
+    Raises:
+        PlanError: a count that is not positive, or a cut that leaves a stage empty.
+    """
+    starts = list(accumulate(_validated_counts(num_scheduled_tokens), initial=0))
+    if not 0 < cut < starts[-1]:
+        raise PlanError(
+            f"the plan cuts a step of {starts[-1]} tokens at {cut}",
+            remedy=f"cut at 1 to {starts[-1] - 1}, or give a reason for not cutting",
+        )
+    return StagePlan(_stages_at(starts, cut, 1), policy="given")
+
+
 def _validated_counts(num_scheduled_tokens: Iterable[int]) -> tuple[int, ...]:
     # An array's tolist is one call; iterating it would make a scalar object per request.
     tolist = getattr(num_scheduled_tokens, "tolist", None)

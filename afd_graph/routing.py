@@ -33,6 +33,7 @@ def combine(
     topk_weights: torch.Tensor,
     dtype: torch.dtype,
     shared: torch.Tensor | None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Weighted sum over the choices of each token, in order of choice.
 
@@ -42,6 +43,7 @@ def combine(
         topk_weights: ``[n, k]``, any float dtype.
         dtype: dtype of the result; the sum is taken in fp32, or fp64 for fp64.
         shared: ``[n, h]``, added with weight one.
+        exact: give a token the same bits whatever the number of tokens.
 
     Returns:
         ``[n, h]``, rounded once to ``dtype``; never an alias of an input.
@@ -50,7 +52,8 @@ def combine(
     wide = torch.promote_types(dtype, torch.float32)
     weights = topk_weights.to(wide)
     if (
-        rows.dtype is dtype is torch.float32
+        not exact
+        and rows.dtype is dtype is torch.float32
         and rows.numel() >= _ONE_PASS_VALUES
         and rows.device.type == "cpu"
     ):
@@ -66,7 +69,12 @@ def combine(
         total.add_(shared)
     for choice in range(top_k):
         part = rows.index_select(0, position[:, choice])
-        total.addcmul_(part.to(wide), weights[:, choice : choice + 1])
+        weight = weights[:, choice : choice + 1]
+        if exact:
+            # Rounded before it is added: whether addcmul fuses the two depends on the place.
+            total.add_(part.to(wide).mul_(weight))
+        else:
+            total.addcmul_(part.to(wide), weight)
     return total.to(dtype)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.errors import ConnectorError
+from afd_graph.layout import DispatchLayout
 from afd_graph.routing import combine, group_by_expert, has_nan
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Channel:
     Attributes:
         name: what the operators carry to find this channel.
         num_experts: number of experts of each MoE layer that may be dispatched to.
+        tensor_parallel: ranks of the tensor-parallel group, and this one; for the log.
+        exact: give a token the same bits whatever the number of tokens.
         shared_layers: MoE layers whose shared experts run on the FFN side.
         observers: called with an :class:`Event` after every crossing.
     """
@@ -95,14 +98,30 @@ class Channel:
         self.timeout_s = timeout_s
         self.check_answers = check_answers
         self.layout_log = layout_log
+        self.tensor_parallel = (1, 0)
+        self.exact = False
         self.shared_layers: set[int] = set()
         self.num_experts: dict[int, int] = {}
         self.observers: list[Callable[[Event], None]] = []
         self._pending: deque[_Pending] = deque()
         _channels[self.name] = self
 
-    def dispatch(self, hidden: torch.Tensor, topk_ids: torch.Tensor, layer: int, stage: int) -> int:
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        layer: int,
+        stage: int,
+        parent_rows: int | None = None,
+    ) -> int:
         """Send ``hidden [n, h]`` to the experts ``topk_ids [n, k]``; returns the ticket.
+
+        Args:
+            hidden: rows.
+            topk_ids: chosen experts, integer.
+            layer: MoE layer.
+            stage: token stage.
+            parent_rows: the rows of the whole group, when ``hidden`` is this rank's share.
 
         Raises:
             ConnectorError: no credit left, or the connector failed.
@@ -144,7 +163,7 @@ class Channel:
             raise _located(error, layer, stage) from error
         self._pending.append(_Pending(ticket, layer, stage, tokens, top_k, position, shared))
         if self.layout_log:
-            self._log_layout("dispatch", tokens)
+            self._log_layout("dispatch", tokens, parent_rows)
         if self.observers:
             self._observe(Event("dispatch", layer, stage, begin, time.perf_counter_ns(), tokens))
         return ticket
@@ -156,6 +175,7 @@ class Channel:
         topk_weights: torch.Tensor,
         layer: int,
         stage: int,
+        parent_rows: int | None = None,
     ) -> torch.Tensor:
         """Wait for ``ticket`` and return the weighted sum over the chosen experts, ``[n, h]``.
 
@@ -188,7 +208,9 @@ class Channel:
             _check_answer("rows", rows, pending.tokens * pending.top_k, hidden, layer, stage)
             if pending.shared:
                 _check_answer("shared rows", shared, pending.tokens, hidden, layer, stage)
-            out = combine(rows, pending.position, topk_weights, hidden.dtype, shared)
+            out = combine(
+                rows, pending.position, topk_weights, hidden.dtype, shared, exact=self.exact
+            )
         finally:
             self.connector.release(ticket)
         if self.check_answers and has_nan(out) and not has_nan(hidden):
@@ -199,7 +221,7 @@ class Channel:
                 remedy="check the experts' weights; check_answers=False lets NaN pass",
             )
         if self.layout_log:
-            self._log_layout("restore", pending.tokens)
+            self._log_layout("restore", pending.tokens, parent_rows)
         if self.observers:
             end = time.perf_counter_ns()
             self._observe(Event("receive", layer, stage, begin, end, pending.tokens, ffn))
@@ -226,23 +248,16 @@ class Channel:
         for observer in self.observers:
             observer(event)
 
-    def _log_layout(self, phase: str, tokens: int) -> None:
-        # Without tensor parallelism every row is local; the fields stay those of the reference.
-        log.warning(
-            "AFD Async CAM layout; phase=%s sequence_parallel=%s tp_rank=%d tp_size=%d "
-            "parent_tokens=%d padded_tokens=%d local_slice=(%d,%d) local_tokens=%d "
-            "tp_all_gather=%s",
-            phase,
-            False,
-            0,
-            1,
-            tokens,
-            tokens,
-            0,
-            tokens,
-            tokens,
-            False,
+    def _log_layout(self, phase: str, tokens: int, parent_rows: int | None) -> None:
+        size, rank = self.tensor_parallel
+        sharded = parent_rows is None  # These rows are this rank's own, not a share of all.
+        layout = DispatchLayout(
+            tokens if parent_rows is None else parent_rows,
+            size,
+            rank,
+            sequence_parallel=sharded and size > 1,
         )
+        log.warning("%s", layout.diagnostic(phase))
 
 
 def _check_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from afd_graph.config import AFDConfig
+from afd_graph.cost_model import CostModel
 from afd_graph.errors import PassError, PlanError
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
@@ -83,6 +85,11 @@ class StepChooser:
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
 
+    def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
+        """What the two-stage program takes behind the inputs of the step, or why not to run it."""
+        cut = self.cut(args)
+        return cut if isinstance(cut, str) else (cut,)
+
     def cut(self, args: Sequence[Any]) -> int | str:
         """The extent of stage 0, or the reason why the step runs unsplit."""
         for a, b in self._equal:
@@ -109,19 +116,32 @@ class StepChooser:
         """The cut for a token axis of ``extent`` in a step of ``tokens`` tokens.
 
         In ``sequence`` mode the cut goes through every sequence at the same place; in ``batch``
-        mode every entry of the axis is one request of equal length.
+        mode every entry of the axis is one request of equal length. What the caches hold is not
+        known here: the work of ``cost`` and ``auto`` is that of fresh requests.
         """
         if 2 <= tokens < self._config.min_split_tokens:
             return str(NoSplitReason.BELOW_MIN_TOKENS)
         others = max(1, tokens // max(extent, 1))
         if self._mode == "batch":
             counts, split = [others] * extent, self._config.split
-            if split == "token" and others > 1:
-                split = "request"  # A token cut would go through a row of the batch.
+            if split in ("token", "cost") and others > 1:
+                split = "request"  # A token cut would go through a row; rows are equal work.
+            plan = plan_stages(counts, split=split, alignment=others, costs=self._config.costs)
         else:
-            counts, split = [extent], "token"
-        plan = plan_stages(counts, split=split)
+            counts, split = [extent], self._config.split
+            if split == "request":
+                split = "token"
+            plan = plan_stages(counts, split=split, costs=self._costs(others))
         if isinstance(plan, NoSplit):
             return str(plan.reason)
         stage = plan.stages[0]
         return stage.request_slice.stop if self._mode == "batch" else stage.actual_tokens
+
+    def _costs(self, sequences: int) -> CostModel | None:
+        """Costs of a token axis whose every entry stands for one token of each sequence."""
+        costs = self._config.costs
+        if costs is None:
+            return None
+        per_token = ("linear", "quadratic", "experts", "dispatch", "combine")
+        scaled = {name: getattr(costs, name) * sequences for name in per_token}
+        return dataclasses.replace(costs, **scaled)

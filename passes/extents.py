@@ -77,6 +77,10 @@ class Extents:
         """Half of it, rounded."""
         return self._compute(operator.floordiv, self.add(extent, int(round_up)), 2)
 
+    def divide_up(self, extent: Extent, by: int) -> Extent:
+        """Quotient, rounded up."""
+        return self._compute(operator.floordiv, self.add(extent, by - 1), by)
+
     def _compute(self, function: Any, left: Extent, right: Extent) -> Extent:
         if isinstance(left, int) and isinstance(right, int):
             return function(left, right)

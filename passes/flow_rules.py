@@ -25,7 +25,7 @@ from afd_graph.passes.token_layout import (
 )
 
 aten = torch.ops.aten
-prims = torch.ops.prims
+c10d = torch.ops._c10d_functional
 
 
 class Refusal(Exception):
@@ -575,6 +575,22 @@ def _matmul(ctx: FlowContext, node: fx.Node) -> Outcome:
 @flow_rule(aten.sym_size.int)
 def _sym_size(ctx: FlowContext, node: fx.Node) -> Outcome:
     raise Refusal("asks for the size of a staged value")
+
+
+@flow_rule(c10d.all_reduce.default, c10d.wait_tensor.default)
+def _sum_over_ranks(ctx: FlowContext, node: fx.Node) -> Outcome:
+    return Outcome(_same(ctx, node))
+
+
+@flow_rule(c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)
+def _along_dimension_0(ctx: FlowContext, node: fx.Node) -> Outcome:
+    layout = _same(ctx, node)
+    if 0 in layout:
+        raise Refusal(
+            "shards the token axis over ranks; capture the model with plain tensor parallelism "
+            "and set sequence_parallel=True instead"
+        )
+    return Outcome(layout)
 
 
 @flow_rule(torch.ops.afd.cam_dispatch.default)

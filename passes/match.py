@@ -352,7 +352,7 @@ def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
             continue
         last = max(products, key=list(hidden.graph.nodes).index)
         rows = last.args[_DENSE_PRODUCTS[last.target]]
-        width = int(rows.meta["val"].shape[-1])  # type: ignore[union-attr]
+        width = int(rows.meta["val"].shape[-1])
         return SharedExperts(top, other, add, width) if width else None
     return None
 

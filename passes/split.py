@@ -10,13 +10,16 @@ requests) in stage 0, is its last input, or half of the axis, computed in the gr
 3. attention of stage ``s`` gets the keys of the cache and of stages ``0..s``, and the rows of the
    mask that belong to its queries;
 4. where a value is needed whole again, the stages are put together: by concatenation along the
-   token axis, by the cache update along a key axis.
+   token axis, by the cache update along a key axis;
+5. with sequence parallelism, the nodes of :mod:`sequence_parallel` run on this rank's rows: sums
+   are scattered, rows are gathered where all of a stage are needed.
 
 The order of the new graph is any topological one; :mod:`schedule` decides the real one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,7 +27,9 @@ from torch import fx
 
 from afd_graph.errors import PassError
 from afd_graph.passes.extents import Extent, Extents
+from afd_graph.passes.sequence_parallel import SUM, WAIT
 from afd_graph.passes.sizes import product, shape_of, size_of
+from afd_graph.passes.tensor_parallel import OWN_ROWS, TensorParallel
 from afd_graph.passes.token_flow import (
     ATTENTION,
     DISPATCH,
@@ -34,6 +39,7 @@ from afd_graph.passes.token_flow import (
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 CACHED = -1
 """The part of a key axis that was there before the step; the others are the stages."""
@@ -43,7 +49,13 @@ CUT = "afd_cut"
 
 
 def split_stages(
-    graph: fx.Graph, flow: TokenFlow, *, cut: torch.SymInt | None, num_stages: int = 2
+    graph: fx.Graph,
+    flow: TokenFlow,
+    *,
+    cut: torch.SymInt | None,
+    num_stages: int = 2,
+    group: TensorParallel | None = None,
+    local: Collection[fx.Node] = (),
 ) -> fx.Graph:
     """Return the two-stage graph.
 
@@ -52,9 +64,11 @@ def split_stages(
         flow: its token flow.
         cut: symbolic extent of stage 0 along the token axis, which makes it an input; None for
             half of the axis (:func:`half_rounds_up`), which needs no symbol of its own.
-        num_stages: two.
+        num_stages: two; one gives the unsplit graph, for sequence parallelism alone.
+        group: the tensor-parallel group, when ``local`` is given.
+        local: staged nodes that run on this rank's rows.
     """
-    return _Splitter(graph, flow, cut, num_stages).run()
+    return Splitter(graph, flow, cut, num_stages, group, local).run()
 
 
 def half_rounds_up(flow: TokenFlow) -> bool:
@@ -67,35 +81,51 @@ def half_rounds_up(flow: TokenFlow) -> bool:
     return flow.mode != "batch" or tokens_per_entry.is_one
 
 
-class _Splitter:
+class Splitter:
+    """What :func:`split_stages` does; a step of another kind overrides where it differs."""
+
     def __init__(
-        self, graph: fx.Graph, flow: TokenFlow, cut: torch.SymInt | None, num_stages: int
+        self,
+        graph: fx.Graph,
+        flow: TokenFlow,
+        cut: torch.SymInt | None,
+        num_stages: int,
+        group: TensorParallel | None,
+        local: Collection[fx.Node],
     ) -> None:
         self.old = graph
         self.flow = flow
         self.cut = cut
         self.stages = range(num_stages)
+        self.group = group
+        self.local = set(local)
         self.graph = fx.Graph()
         self.extents = Extents(self.graph)
         self.env: dict[fx.Node, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self.slices: dict[tuple[Any, ...], fx.Node] = {}
         self.joined: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.converted: dict[tuple[fx.Node, int], fx.Node] = {}
         self.stage: int | None = None
 
     def run(self) -> fx.Graph:
+        """Emit the new graph."""
         placeholders = [node for node in self.old.nodes if node.op == "placeholder"]
         for node in placeholders:
             self._whole_copy(node)
-        total = self.extents.of(self.flow.axis.extent)
+        total = self._tokens()
         first: Extent
-        if self.cut is None:
+        if len(self.stages) == 1:
+            first = total
+        elif self.cut is None:
             first = self.extents.half(total, half_rounds_up(self.flow))
         else:
             first = self.graph.placeholder(CUT)
             first.meta["val"] = self.cut
         self.starts: list[Extent] = [0, first]
         self.lengths: list[Extent] = [first, self.extents.subtract(total, first)]
+        size = 1 if self.group is None else self.group.size
+        self.shares = [self.extents.divide_up(n, size) for n in self.lengths[: len(self.stages)]]
         for node in self.old.nodes:
             if node.op == "placeholder":
                 continue
@@ -113,6 +143,10 @@ class _Splitter:
             for part in self._part_numbers(node):
                 self._copy_part(node, part)
         return self.graph
+
+    def _tokens(self) -> Extent:
+        """Extent of the axis that the stages tile; may add inputs in front of the cut."""
+        return self.extents.of(self.flow.axis.extent)
 
     # -- values that are the same in every stage ------------------------------------------------
 
@@ -135,26 +169,17 @@ class _Splitter:
     def _restore(self, node: fx.Node, dim: int, entry: TokenDim) -> fx.Node:
         if entry.axis.appended_to is not None:
             return self._keys(node, dim, self.stages[-1])
-        pieces = [self._part(node, stage) for stage in self.stages]
+        pieces = [self._rows(node, stage, local=False) for stage in self.stages]
         self.stage = None
-        if entry.outer.is_one:
-            return self._call(aten.cat.default, (pieces, dim), like=node)
-        # The token axis lies inside the dimension: bring it out, join, fold it back.
-        shape = [self._size(node, d) for d in range(node.meta["val"].dim())]
-        outer, inner = self.extents.of(entry.outer), self.extents.of(entry.inner)
+        if len(pieces) == 1:
+            return pieces[0]
         unfolded = [
-            self._call(
-                aten.reshape.default,
-                (
-                    piece,
-                    [*shape[:dim], outer, self.extents.multiply(length, inner), *shape[dim + 1 :]],
-                ),
-                like=node,
-            )
+            self._unfold(node, piece, dim, entry, length)[0]
             for piece, length in zip(pieces, self.lengths, strict=True)
         ]
-        joined = self._call(aten.cat.default, (unfolded, dim + 1), like=node)
-        return self._call(aten.reshape.default, (joined, shape), like=node)
+        at = dim if entry.outer.is_one else dim + 1
+        joined = self._call(aten.cat.default, (unfolded, at), like=node)
+        return self._fold(node, joined, dim, entry, self.extents.of(entry.axis.extent))
 
     # -- values with a copy per stage ------------------------------------------------------------
 
@@ -185,18 +210,31 @@ class _Splitter:
             self.parts[node, part] = self._attention(node, part)
             return
         outcome = self.flow.outcomes[node]
+        local = node in self.local
+        if local and node.target is SUM:
+            self.parts[node, part] = self._scattered_sum(node, part)
+            return
+        if local and node.target is WAIT:
+            self.parts[node, part] = self._part(node.all_input_nodes[0], part)
+            return
 
         def argument(n: fx.Node) -> fx.Node:
             if self.flow.staged(n):
-                return self._part(n, part)
+                return self._rows(n, part, local)
             need = outcome.inputs.get(n)
-            return self._sliced(n, need, part) if need else self._whole(n)
+            if not need:
+                return self._whole(n)
+            sliced = self._sliced(n, need, part)
+            return self._own_rows(n, sliced, need, part) if local else sliced
 
         lengths = {
-            position: {at: self._length(entry, part) for at, entry in entries.items()}
+            position: {at: self._length(entry, part, local) for at, entry in entries.items()}
             for position, entries in outcome.sizes.items()
         }
         new = self.graph.node_copy(node, argument)
+        if node.target is aten.view.default:
+            # A slice of a whole value is not contiguous, so not every view of it exists.
+            new.target = aten.reshape.default
         arguments = list(new.args)
         for position, replaced in lengths.items():
             sizes = list(arguments[position])
@@ -210,6 +248,8 @@ class _Splitter:
             arguments[3 if node.target is DISPATCH else 4] = part
         new.args = tuple(arguments)
         self._mark(new)
+        if local:
+            new.meta[OWN_ROWS] = True
         self.parts[node, part] = new
 
     def _append_parts(self, node: fx.Node) -> None:
@@ -222,7 +262,7 @@ class _Splitter:
             else self._call(aten.cat.default, (base, append.dim), like=node)
         )
         for stage in self.stages:
-            self.parts[node, stage] = self._part(append.part, stage)
+            self.parts[node, stage] = self._rows(append.part, stage, local=False)
 
     def _attention(self, node: fx.Node, stage: int) -> fx.Node:
         query, key, value, mask = node.args[:4]
@@ -233,9 +273,25 @@ class _Splitter:
         if isinstance(mask, fx.Node):
             mask = self._mask_rows(mask, own[2], key, stage)
         self.stage = stage
-        return self._call(
-            ATTENTION, (self._part(query, stage), *keys, mask, *node.args[4:]), like=node
+        new = self._call(
+            ATTENTION,
+            (self._rows(query, stage, local=False), *keys, mask, *node.args[4:]),
+            like=node,
         )
+        new.meta["afd_later_keys"] = self._later_keys(key, stage)
+        return new
+
+    def _later_keys(self, key: Any, stage: int) -> Extent:
+        """How many keys the stages behind ``stage`` add."""
+        if not self.flow.staged(key) or stage == self.stages[-1]:
+            return 0
+        layout = self.flow.layouts[key]
+        assert isinstance(layout, dict)
+        axis = layout[2].axis
+        if axis.appended_to is not None and axis.appended_to not in self.flow.windows:
+            if self.flow.appends[axis.appended_to].index is not None:
+                return 0  # The cache has its full size from the start.
+        return self.lengths[stage + 1]
 
     def _all_keys(self, operand: Any, stage: int) -> fx.Node:
         """Keys or values that stage ``stage`` may see."""
@@ -264,7 +320,7 @@ class _Splitter:
             before = self._keys(node, dim, stage - 1)
         else:
             before = None if append is None else self.parts[node, CACHED]
-        own = self._part(node, stage)
+        own = self._rows(node, stage, local=False)
         if before is None:
             result = own
         elif append is None or append.index is None:
@@ -294,6 +350,112 @@ class _Splitter:
         self.stage = stage
         return self._call(aten.slice.Tensor, (sliced, 3, 0, visible), like=mask)
 
+    # -- rows of one rank -----------------------------------------------------------------------
+
+    def _rows(self, node: fx.Node, part: int, local: bool) -> fx.Node:
+        """The copy of a staged node for one part, on this rank's rows or on all of the part."""
+        value = self._part(node, part)
+        if (node in self.local) == local:
+            return value
+        key = (node, part)
+        if key not in self.converted:
+            layout = self.flow.layouts[node]
+            assert isinstance(layout, dict)
+            convert = self._own_rows if local else self._gathered
+            self.converted[key] = convert(node, value, layout, part)
+        return self.converted[key]
+
+    def _own_rows(self, node: fx.Node, value: fx.Node, layout: Layout, part: int) -> fx.Node:
+        """This rank's share of the rows, padded with zeros."""
+        assert self.group is not None
+        for dim, entry in layout.items():
+            unfolded, at = self._unfold(node, value, dim, entry, self.lengths[part])
+            padded = self._padded(node, unfolded, at, entry, part)
+            share = self.extents.multiply(self.shares[part], self.extents.of(entry.inner))
+            begin = self.extents.multiply(share, self.group.rank)
+            end = self.extents.add(begin, share)
+            self.stage = part
+            own = self._call(aten.slice.Tensor, (padded, at, begin, end), like=node)
+            value = self._fold(node, own, dim, entry, self.shares[part])
+        return value
+
+    def _gathered(self, node: fx.Node, value: fx.Node, layout: Layout, part: int) -> fx.Node:
+        """All rows of a part, from the shares of the ranks."""
+        assert self.group is not None
+        (dim, entry), *_ = layout.items()
+        unfolded, at = self._unfold(node, value, dim, entry, self.shares[part])
+        self.stage = part
+        turned = self._call(aten.transpose.int, (unfolded, 0, at), like=node)
+        dense = self._call(aten.contiguous.default, (turned,), like=node)
+        shares = self._call(
+            c10d.all_gather_into_tensor.default,
+            (dense, self.group.size, self.group.group),
+            like=node,
+        )
+        waited = self._call(WAIT, (shares,), like=node)
+        back = self._call(aten.transpose.int, (waited, 0, at), like=node)
+        length = self.extents.multiply(self.lengths[part], self.extents.of(entry.inner))
+        real = self._call(aten.slice.Tensor, (back, at, 0, length), like=node)
+        return self._fold(node, real, dim, entry, self.lengths[part])
+
+    def _scattered_sum(self, node: fx.Node, part: int) -> fx.Node:
+        """The sum over ranks of this rank's rows."""
+        assert self.group is not None
+        source, operation, name = node.args
+        assert isinstance(source, fx.Node)
+        layout = self.flow.layouts[node]
+        assert isinstance(layout, dict)
+        (dim, entry), *_ = layout.items()
+        value = self._rows(source, part, local=False)
+        unfolded, at = self._unfold(node, value, dim, entry, self.lengths[part])
+        padded = self._padded(node, unfolded, at, entry, part)
+        self.stage = part
+        turned = self._call(aten.transpose.int, (padded, 0, at), like=node)
+        dense = self._call(aten.contiguous.default, (turned,), like=node)
+        scattered = self._call(
+            c10d.reduce_scatter_tensor.default,
+            (dense, operation, self.group.size, name),
+            like=node,
+        )
+        waited = self._call(WAIT, (scattered,), like=node)
+        back = self._call(aten.transpose.int, (waited, 0, at), like=node)
+        return self._fold(node, back, dim, entry, self.shares[part])
+
+    def _padded(
+        self, node: fx.Node, value: fx.Node, at: int, entry: TokenDim, part: int
+    ) -> fx.Node:
+        assert self.group is not None
+        whole = self.extents.multiply(self.shares[part], self.group.size)
+        missing = self.extents.subtract(whole, self.lengths[part])
+        pad = self.extents.multiply(missing, self.extents.of(entry.inner))
+        rank = node.meta["val"].dim() + (0 if entry.outer.is_one else 1)
+        self.stage = part
+        return self._call(
+            aten.constant_pad_nd.default, (value, [0, 0] * (rank - 1 - at) + [0, pad]), like=node
+        )
+
+    def _unfold(
+        self, node: fx.Node, value: fx.Node, dim: int, entry: TokenDim, length: Extent
+    ) -> tuple[fx.Node, int]:
+        """Bring a token axis that lies inside a dimension out; returns value and dimension."""
+        if entry.outer.is_one:
+            return value, dim
+        shape = self._sizes(node)
+        outer, inner = self.extents.of(entry.outer), self.extents.of(entry.inner)
+        shape[dim : dim + 1] = [outer, self.extents.multiply(length, inner)]
+        return self._call(aten.reshape.default, (value, shape), like=node), dim + 1
+
+    def _fold(
+        self, node: fx.Node, value: fx.Node, dim: int, entry: TokenDim, length: Extent
+    ) -> fx.Node:
+        """Undo :meth:`_unfold`, for a token axis of ``length``."""
+        if entry.outer.is_one:
+            return value
+        shape = self._sizes(node)
+        factors = self.extents.multiply(self.extents.of(entry.outer), self.extents.of(entry.inner))
+        shape[dim] = self.extents.multiply(factors, length)
+        return self._call(aten.reshape.default, (value, shape), like=node)
+
     # -- slicing -----------------------------------------------------------------------------------
 
     def _sliced(self, node: fx.Node, layout: Layout, part: int) -> fx.Node:
@@ -322,30 +484,22 @@ class _Splitter:
             return self._call(aten.index_select.default, (value, dim, index), like=node)
         start: Extent
         if append is None:
-            start, length = self.starts[part], self.lengths[part]
+            start, tokens = self.starts[part], self.lengths[part]
         elif part == CACHED:
-            start, length = 0, self.extents.of(append.base_size)
+            start, tokens = 0, self.extents.of(append.base_size)
         else:
             base = self.extents.of(append.base_size)
-            start, length = self.extents.add(base, self.starts[part]), self.lengths[part]
+            start, tokens = self.extents.add(base, self.starts[part]), self.lengths[part]
         inner = self.extents.of(entry.inner)
-        start, length = self.extents.multiply(start, inner), self.extents.multiply(length, inner)
+        start, length = self.extents.multiply(start, inner), self.extents.multiply(tokens, inner)
         stop = self.extents.add(start, length)
-        if entry.outer.is_one:
-            return self._call(aten.slice.Tensor, (value, dim, start, stop), like=node)
-        shape = [self._size(node, d) for d in range(node.meta["val"].dim())]
-        outer = self.extents.of(entry.outer)
-        full = self.extents.multiply(self.extents.of(entry.axis.extent), inner)
-        unfolded = self._call(
-            aten.reshape.default, (value, [*shape[:dim], outer, full, *shape[dim + 1 :]]), like=node
-        )
-        cut = self._call(aten.slice.Tensor, (unfolded, dim + 1, start, stop), like=node)
-        shape[dim] = self.extents.multiply(outer, length)
-        return self._call(aten.reshape.default, (cut, shape), like=node)
+        unfolded, at = self._unfold(node, value, dim, entry, self.extents.of(entry.axis.extent))
+        cut = self._call(aten.slice.Tensor, (unfolded, at, start, stop), like=node)
+        return self._fold(node, cut, dim, entry, tokens)
 
     # -- sizes and nodes ---------------------------------------------------------------------------
 
-    def _length(self, entry: TokenDim, part: int) -> Extent:
+    def _length(self, entry: TokenDim, part: int, local: bool = False) -> Extent:
         """Size of a token dimension within one part."""
         append = None
         if entry.axis.appended_to is not None:
@@ -354,12 +508,12 @@ class _Splitter:
             assert append is not None
             length = self.extents.of(append.base_size)
         else:
-            length = self.lengths[part]
+            length = self.shares[part] if local else self.lengths[part]
         factors = self.extents.multiply(self.extents.of(entry.outer), self.extents.of(entry.inner))
         return self.extents.multiply(factors, length)
 
-    def _size(self, node: fx.Node, dim: int) -> Extent:
-        return self.extents.of(size_of(node.meta["val"].shape[dim]))
+    def _sizes(self, node: fx.Node) -> list[Extent]:
+        return [self.extents.of(size_of(extent)) for extent in node.meta["val"].shape]
 
     def _call(self, target: Any, arguments: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, arguments)

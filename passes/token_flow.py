@@ -8,7 +8,8 @@ its inputs must be sliced, and for every other node nothing: it is computed once
 2. walk the graph; a node with a staged input is staged by the rule of its operator
    (:mod:`flow_rules`); two operators are special:
 
-   * *attention* mixes tokens, causally: stage 1 sees the keys of stage 0;
+   * *attention* mixes tokens, causally: stage 1 sees the keys of stage 0 (over paged caches:
+     :mod:`paged_flow`);
    * *append* (``cat`` or ``index_copy`` along the token axis into a cache) starts a key axis with
      three parts: what was cached, stage 0, stage 1. Row-wise work on it is done part by part, so
      that nothing is computed twice, and the parts are joined where attention needs them;
@@ -28,6 +29,7 @@ import torch
 from torch import fx
 
 from afd_graph.errors import UnsupportedError
+from afd_graph.paged_attention import PAGED_OPERATORS, paged_operator
 from afd_graph.passes.causality import Offset, Verdict, affine, prove_causal
 from afd_graph.passes.flow_rules import (
     FlowContext,
@@ -40,6 +42,7 @@ from afd_graph.passes.flow_rules import (
     tensor,
 )
 from afd_graph.passes.graph_tools import ancestors, descendants, source_line
+from afd_graph.passes.paged_flow import paged_outcome
 from afd_graph.passes.sizes import Size, shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
 from afd_graph.planner import NoSplitReason
@@ -51,7 +54,7 @@ ATTENTION = afd.attention.default
 DISPATCH = afd.cam_dispatch.default
 RECEIVE = afd.cam_receive.default
 
-_PRODUCTS = frozenset(
+MATRIX_PRODUCTS = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
@@ -61,6 +64,7 @@ _PRODUCTS = frozenset(
         aten.matmul.default,
         aten.convolution.default,
         ATTENTION,
+        *PAGED_OPERATORS,
     }
 )
 
@@ -101,7 +105,8 @@ class TokenFlow:
     """The answer: see the module docstring.
 
     Attributes:
-        mode: ``sequence`` (the cut goes through every sequence) or ``batch`` (between them).
+        mode: ``sequence`` (the cut goes through every sequence), ``batch`` (between them),
+            ``paged`` (anywhere in a step of many requests) or ``rows`` (there is no attention).
         axis: the token axis that is cut.
         seed: the value that is sliced first.
         seed_dim: its token dimension.
@@ -111,6 +116,7 @@ class TokenFlow:
         windows: slices of an updated cache that hold just this step's tokens, and their source.
         attentions: the staged attention nodes.
         equal_inputs: scalar inputs that must be equal when a step runs.
+        metadata: graph inputs with the metadata of paged attention, by field.
     """
 
     mode: str
@@ -123,6 +129,7 @@ class TokenFlow:
     windows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     attentions: list[fx.Node] = field(default_factory=list)
     equal_inputs: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    metadata: dict[str, fx.Node] = field(default_factory=dict)
 
     def staged(self, node: fx.Node) -> bool:
         """Whether the node has a copy per stage."""
@@ -141,7 +148,11 @@ def choose_seed(graph: fx.Graph, parameters: Collection[fx.Node] = ()) -> fx.Nod
     hidden = first.args[0]
     assert isinstance(hidden, fx.Node)
     above = ancestors([hidden])
-    attentions = [node for node in nodes if node.target is ATTENTION and node in above]
+    attentions = [
+        node
+        for node in nodes
+        if (node.target is ATTENTION or paged_operator(node)) and node in above
+    ]
     if not attentions:
         return hidden
     attention = attentions[-1]
@@ -209,7 +220,7 @@ def infer_token_flow(
             if walk.mode in (None, mode) and walk.plausible:
                 reasons.append(error)
             continue
-        if flow.mode == mode or flow.mode == "rows":
+        if flow.mode in (mode, "paged", "rows"):
             return flow
     if reasons:
         raise reasons[0]
@@ -252,7 +263,7 @@ class _Walk:
             if not any(flow.staged(n) for n in node.all_input_nodes):
                 continue
             behind = node not in needed and node.target is not RECEIVE
-            if behind and (node.target in _PRODUCTS or self._reads_keys(node)):
+            if behind and (node.target in MATRIX_PRODUCTS or self._reads_keys(node)):
                 whole.add(node)
                 continue
             try:
@@ -292,6 +303,10 @@ class _Walk:
     def _outcome(self, node: fx.Node) -> Outcome:
         if node.target is ATTENTION:
             return self._attention(node)
+        paged = paged_operator(node)
+        if paged is not None:
+            self.mode = "paged"
+            return paged_outcome(self.ctx, node, paged, self.flow.metadata)
         append = self._append(node)
         if append is not None:
             self.flow.appends[node] = append

@@ -4,7 +4,8 @@
 2. every dispatch has exactly one receive, of the same layer, stage and channel, on its own handle;
 3. on every prefix of the order no more dispatches are un-received than there are credits, and
    they are received in the order of their dispatch;
-4. a node of a stage never depends on a later one.
+4. a node of a stage never depends on a later one;
+5. two calls that write one KV cache are ordered by data, and read the metadata of their stage.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from afd_graph.errors import PassError
+from afd_graph.paged_attention import PAGED_OPERATORS, earlier_call
 from afd_graph.passes.graph_tools import source_line
 from afd_graph.passes.token_flow import DISPATCH, RECEIVE
 
@@ -30,6 +32,7 @@ def verify(graph: fx.Graph, *, after: str, credits: int | None = None) -> None:
         raise PassError(f"after {after}: {error}") from error
     _pairs(graph, after)
     _purity(graph, after)
+    _cache_order(graph, after)
     if credits is not None:
         _credits(graph, after, credits)
 
@@ -67,6 +70,26 @@ def _purity(graph: fx.Graph, after: str) -> None:
             seen.append(stage)
         if seen:
             latest[node] = max(seen)
+
+
+def _cache_order(graph: fx.Graph, after: str) -> None:
+    written: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        operator = PAGED_OPERATORS.get(node.target)
+        if operator is None:
+            continue
+        cache = node.args[operator.cache]
+        before, last = earlier_call(node), written.get(cache)
+        while last is not None and before is not last:
+            if before is None:
+                raise _fail(after, node, f"writes {cache} in no order with {last.name}")
+            before = earlier_call(before)
+        written[cache] = node
+        for position, field in operator.metadata.items():
+            value = node.args[position]
+            of_stage = value.meta.get("afd_stage") if isinstance(value, fx.Node) else None
+            if of_stage is not None and of_stage != node.meta.get("afd_stage"):
+                raise _fail(after, node, f"reads the {field} of stage {of_stage}")
 
 
 def _credits(graph: fx.Graph, after: str, credits: int) -> None:

@@ -44,9 +44,12 @@ class Connector(ABC):
 
     Attributes:
         credits: un-received dispatches that the connector can hold.
+        channel_type: takes the place of :class:`afd_graph.runtime.Channel` for a connector that
+            moves tokens and not rows.
     """
 
     credits: int = 2
+    channel_type: Any = None
 
     @abstractmethod
     def add_program(self, program: FFNProgram) -> None:
@@ -101,6 +104,7 @@ _BUILT_IN = {
     "local": "afd_graph.connectors.local:LocalConnector",
     "process": "afd_graph.connectors.process:ProcessConnector",
     "emulated": "afd_graph.connectors.emulated:EmulatedConnector",
+    "cam": "afd_graph.connectors.cam:CamConnector",
 }
 _registered: dict[str, Callable[..., Connector]] = {}
 

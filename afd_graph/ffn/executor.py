@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import afd_graph.ops  # noqa: F401  (registers afd::grouped_mm, which the programs call)
 from afd_graph.connectors.base import WorkItem
 from afd_graph.errors import ConnectorError
+from afd_graph.exact_ops import EXACT  # Registers all operators that the programs call.
 from afd_graph.ffn.grouped_mm import grouped_mm_into
 from afd_graph.ffn.program import Expression, FFNProgram
 
@@ -69,6 +69,7 @@ class FFNExecutor:
 
         Raises:
             ConnectorError: the layer has other experts, or a graph does not fit its weights.
+            ExactError: the experts are exact ones, and a kernel here cannot hold it.
         """
         known = self._programs.get(program.layer)
         if known is not None:
@@ -82,8 +83,19 @@ class FFNExecutor:
         self._routed[program.layer] = _compile(program, program.routed, inputs=2)
         if program.shared is not None:
             self._shared[program.layer] = _compile(program, program.shared, inputs=1)
+        if any(node.target in EXACT.values() for node in program.routed.graph.nodes):
+            self._try_kernels(program)
         self._programs[program.layer] = program
         return True
+
+    def _try_kernels(self, program: FFNProgram) -> None:
+        """Let the exact operators find their safe counts before the first step."""
+        rows = torch.zeros(program.num_experts, program.hidden_size, dtype=program.dtype)
+        counts = torch.ones(program.num_experts, dtype=torch.int64)
+        with torch.no_grad():
+            self._routed[program.layer](None, rows, counts)
+            if program.shared is not None:
+                self._shared[program.layer](None, rows[:1])
 
     def run(
         self,

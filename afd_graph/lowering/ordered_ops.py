@@ -11,19 +11,23 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
+import afd_graph.paged_attention  # noqa: F401  (registers its operator)
+
 _library = torch.library.Library("afd", "FRAGMENT")
 
 _PLAIN = {
     "cam_dispatch": torch.ops.afd.cam_dispatch.default,
     "cam_receive": torch.ops.afd.cam_receive.default,
     "attention": torch.ops.afd.attention.default,
+    "paged_mla_attention": torch.ops.afd.paged_mla_attention.default,
 }
 _ORDERED: dict[object, torch._ops.OpOverload] = {}
 
 
 def _define(name: str, plain: torch._ops.OpOverload) -> torch._ops.OpOverload:
     schema = str(plain._schema).removeprefix(f"afd::{name}(")
-    _library.define(f"ordered_{name}(Tensor(a!) order, {schema}")
+    # An alias name of its own: paged attention also mutates its cache, as ``a``.
+    _library.define(f"ordered_{name}(Tensor(z!) order, {schema}")
 
     def kernel(order: torch.Tensor, *args: object) -> torch.Tensor:
         return plain(*args)
@@ -44,7 +48,7 @@ ORDER = "afd_order"
 
 
 def thread_order_token(graph: fx.Graph) -> int:
-    """Replace the three operators by their ordered variants; returns how many.
+    """Replace the operators by their ordered variants; returns how many.
 
     The token becomes the last input of the graph.
     """

@@ -1,0 +1,81 @@
+"""Run under torchrun: a tensor-parallel model against the single-process unsplit one.
+
+Prints one JSON line from rank 0: the largest relative difference of each case, and the report.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers import DynamicCache
+
+from afd_graph import AFDBackend, AFDConfig
+from tiny_models import deepseek_v2
+
+
+def make_tensor_parallel(model: torch.nn.Module, ranks: int, shard_shared: bool) -> None:
+    """Heads per rank, as a user would write it with PyTorch's own styles."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        plan = {"kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        plan["q_proj" if attention.q_lora_rank is None else "q_b_proj"] = ColwiseParallel()
+        parallelize_module(attention, mesh, plan)
+        attention.num_heads //= ranks
+        if hasattr(attention, "num_key_value_heads"):
+            attention.num_key_value_heads //= ranks
+        shared = getattr(layer.mlp, "shared_experts", None)
+        if shard_shared and shared is not None:
+            dense = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
+            parallelize_module(shared, mesh, {**dense, "down_proj": RowwiseParallel()})
+
+
+def main(options: dict[str, object], shard_shared: bool) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    reference, model = deepseek_v2(), deepseek_v2()
+    make_tensor_parallel(model, dist.get_world_size(), shard_shared)
+    differences: dict[str, float] = {}
+    generator = torch.Generator().manual_seed(1)
+
+    def compare(case: str, ids: torch.Tensor, caches: tuple = (None, None)) -> None:
+        use = caches[0] is not None
+        expected = reference(ids, past_key_values=caches[0], use_cache=use).logits
+        got = compiled(ids, past_key_values=caches[1], use_cache=use).logits
+        scale = expected.abs().max().item()
+        differences[case] = (expected - got).abs().max().item() / scale
+
+    with torch.no_grad(), AFDBackend(AFDConfig(**options)) as backend:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for batch in (1, 2):
+            for length in (11, 12, 7, 3):
+                ids = torch.randint(0, 128, (batch, length), generator=generator)
+                compare(f"{batch}x{length}", ids)
+        caches = (DynamicCache(config=reference.config), DynamicCache(config=model.config))
+        ids = torch.randint(0, 128, (2, 9), generator=generator)
+        compare("prompt", ids[:, :5], caches)
+        compare("chunk", ids[:, 5:], caches)
+        compare("decode", ids[:, :1], caches)
+        report = backend.report()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (report.steps_split, dict(report.steps_unsplit)))
+    if rank == 0:
+        print(json.dumps({"differences": differences, "steps": every}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
