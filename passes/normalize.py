@@ -6,7 +6,8 @@ Before: a functional ATen graph. After: the same values, and
 2. a slice of everything is gone;
 3. ``cat`` has no legacy-empty pieces (shape ``[0]``), and a ``cat`` of one piece is that piece;
 4. a tensor that is written piece by piece into an empty one is a ``cat`` of the pieces;
-5. the size of a computed tensor is an expression over the sizes of the inputs.
+5. the size of a computed tensor, and where a view begins, is an expression over the sizes of the
+   inputs.
 
 Returns the number of edits. Refuses nothing.
 """
@@ -42,7 +43,7 @@ def normalize(graph: fx.Graph) -> int:
                 extents.learn(node)
             continue
         replacement: fx.Node | int | None = None
-        if node.target is aten.sym_size.int:
+        if node.target in (aten.sym_size.int, aten.sym_storage_offset.default):
             replacement = _size_of_inputs(graph, node, extents)
         elif node.target in _CONSTRUCTORS:
             replacement = _without_source(graph, node)
