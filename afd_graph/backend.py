@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+import afd_graph.checks
 import afd_graph.ops
-import afd_graph.paged_attention  # noqa: F401  (both register operators)
+import afd_graph.paged_attention  # noqa: F401  (they register operators)
 from afd_graph import _compat
 from afd_graph.attention import keep_attention_whole
 from afd_graph.config import AFDConfig

@@ -57,8 +57,8 @@ class AFDConfig:
         exact: give every token the same bits in a split and in an unsplit step
             (:mod:`passes.exact_rows`); refused where kernels here cannot hold it.
         check_answers: look for NaN in every received result.
-        check_masks: check at every split step that masks taken as causal are causal; reads
-            tensor values.
+        check_values: check at every split step that masks taken as causal are causal, and that
+            padding rows are zero where they are dropped; reads tensor values.
         timeout_s: seconds after which a receive without an answer is an error.
         disabled_passes: names of optional passes to leave out.
         layout_log: log one line per boundary crossing.
@@ -81,7 +81,7 @@ class AFDConfig:
     assume_causal: bool = False
     exact: bool = False
     check_answers: bool = True
-    check_masks: bool = False
+    check_values: bool = False
     timeout_s: float = 60.0
     disabled_passes: tuple[str, ...] = ()
     layout_log: bool = False
@@ -128,7 +128,7 @@ class AFDConfig:
                 )
         for name in (
             *("sequence_parallel", "assume_causal", "exact"),
-            *("check_answers", "check_masks", "layout_log"),
+            *("check_answers", "check_values", "layout_log"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(

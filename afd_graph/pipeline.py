@@ -240,6 +240,7 @@ class Pipeline:
             num_stages=self.config.num_stages,
             group=result.group,
             local=local,
+            check_values=self.config.check_values,
         )
 
     def _paged_sizes(self, graph: fx.Graph, flow: TokenFlow) -> PagedSizes:
@@ -254,7 +255,13 @@ class Pipeline:
             assert result.flow is not None
             started = time.perf_counter()
             whole = split_stages(
-                graph, result.flow, cut=None, num_stages=1, group=result.group, local=local
+                graph,
+                result.flow,
+                cut=None,
+                num_stages=1,
+                group=result.group,
+                local=local,
+                check_values=self.config.check_values,
             )
             self._finish("sequence_parallel", graph, whole, result, started)
             graph = whole

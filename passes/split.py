@@ -56,6 +56,7 @@ def split_stages(
     num_stages: int = 2,
     group: TensorParallel | None = None,
     local: Collection[fx.Node] = (),
+    check_values: bool = False,
 ) -> fx.Graph:
     """Return the two-stage graph.
 
@@ -67,8 +68,9 @@ def split_stages(
         num_stages: two; one gives the unsplit graph, for sequence parallelism alone.
         group: the tensor-parallel group, when ``local`` is given.
         local: staged nodes that run on this rank's rows.
+        check_values: emit the checks of :mod:`afd_graph.checks`.
     """
-    return Splitter(graph, flow, cut, num_stages, group, local).run()
+    return Splitter(graph, flow, cut, num_stages, group, local, check_values).run()
 
 
 def half_rounds_up(flow: TokenFlow) -> bool:
@@ -92,6 +94,7 @@ class Splitter:
         num_stages: int,
         group: TensorParallel | None,
         local: Collection[fx.Node],
+        check_values: bool = False,
     ) -> None:
         self.old = graph
         self.flow = flow
@@ -99,6 +102,8 @@ class Splitter:
         self.stages = range(num_stages)
         self.group = group
         self.local = set(local)
+        self.check_values = check_values
+        self.checked: set[tuple[fx.Node, int]] = set()
         self.graph = fx.Graph()
         self.extents = Extents(self.graph)
         self.env: dict[fx.Node, fx.Node] = {}
@@ -271,6 +276,8 @@ class Splitter:
         own = self.flow.layouts[query]
         assert isinstance(own, dict)
         if isinstance(mask, fx.Node):
+            if self.check_values:
+                self._check_mask(mask, own[2], key, stage)
             mask = self._mask_rows(mask, own[2], key, stage)
         self.stage = stage
         new = self._call(
@@ -288,10 +295,32 @@ class Splitter:
         layout = self.flow.layouts[key]
         assert isinstance(layout, dict)
         axis = layout[2].axis
-        if axis.appended_to is not None and axis.appended_to not in self.flow.windows:
-            if self.flow.appends[axis.appended_to].index is not None:
-                return 0  # The cache has its full size from the start.
+        append = self.flow.appends.get(axis.appended_to)  # type: ignore[arg-type]
+        if append is not None and append.index is not None:
+            return 0  # The cache has its full size from the start.
         return self.lengths[stage + 1]
+
+    def _check_mask(self, mask: fx.Node, rows: TokenDim, key: Any, stage: int) -> None:
+        """Check that the stage's queries do not see the keys of the next one."""
+        if (mask, stage) in self.checked or not self.flow.staged(key) or stage == self.stages[-1]:
+            return
+        self.checked.add((mask, stage))
+        layout = self.flow.layouts[key]
+        assert isinstance(layout, dict)
+        append = self.flow.appends.get(layout[2].axis.appended_to)  # type: ignore[arg-type]
+        sliced = self._sliced(mask, {2: rows}, stage)
+        self.stage = stage
+        if append is not None and append.index is not None:
+            later = self._sliced(append.index, {0: TokenDim(self.flow.axis)}, stage + 1)
+            self.stage = stage
+            columns = self._call(aten.index_select.default, (sliced, 3, later), like=mask)
+        else:
+            visible = self.extents.add(self.starts[stage], self.lengths[stage])
+            if append is not None:
+                visible = self.extents.add(self.extents.of(append.base_size), visible)
+            end = torch.iinfo(torch.int64).max
+            columns = self._call(aten.slice.Tensor, (sliced, 3, visible, end), like=mask)
+        self._call(torch.ops.afd.check_masked.default, (columns, mask.name), like=mask)
 
     def _all_keys(self, operand: Any, stage: int) -> fx.Node:
         """Keys or values that stage ``stage`` may see."""
@@ -395,6 +424,10 @@ class Splitter:
         waited = self._call(WAIT, (shares,), like=node)
         back = self._call(aten.transpose.int, (waited, 0, at), like=node)
         length = self.extents.multiply(self.lengths[part], self.extents.of(entry.inner))
+        if self.check_values:
+            end = torch.iinfo(torch.int64).max
+            padding = self._call(aten.slice.Tensor, (back, at, length, end), like=node)
+            self._call(torch.ops.afd.check_zero.default, (padding, node.name), like=node)
         real = self._call(aten.slice.Tensor, (back, at, 0, length), like=node)
         return self._fold(node, real, dim, entry, self.lengths[part])
 

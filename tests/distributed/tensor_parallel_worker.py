@@ -1,6 +1,6 @@
 """Run under torchrun: a tensor-parallel model against the single-process unsplit one.
 
-Prints one JSON line from rank 0: the largest relative difference of each case, and the report.
+Takes the cases as JSON, prints one line of JSON from rank 0.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ def make_tensor_parallel(model: torch.nn.Module, ranks: int, shard_shared: bool)
             parallelize_module(shared, mesh, {**dense, "down_proj": RowwiseParallel()})
 
 
-def main(options: dict[str, object], shard_shared: bool) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def run_case(options: dict[str, object], shard_shared: bool) -> dict[str, object]:
+    """Largest relative difference of every step, and what each rank's steps did."""
+    torch._dynamo.reset()
+    ranks = dist.get_world_size()
     reference, model = deepseek_v2(), deepseek_v2()
-    make_tensor_parallel(model, dist.get_world_size(), shard_shared)
+    make_tensor_parallel(model, ranks, shard_shared)
     differences: dict[str, float] = {}
     generator = torch.Generator().manual_seed(1)
 
-    def compare(case: str, ids: torch.Tensor, caches: tuple = (None, None)) -> None:
+    def compare(step: str, ids: torch.Tensor, caches: tuple = (None, None)) -> None:
         use = caches[0] is not None
         expected = reference(ids, past_key_values=caches[0], use_cache=use).logits
         got = compiled(ids, past_key_values=caches[1], use_cache=use).logits
         scale = expected.abs().max().item()
-        differences[case] = (expected - got).abs().max().item() / scale
+        differences[step] = (expected - got).abs().max().item() / scale
 
     with torch.no_grad(), AFDBackend(AFDConfig(**options)) as backend:
+        rows: list[tuple[int, int]] = []
+        backend.channel.observers.append(lambda event: rows.append((event.layer, event.rows)))
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         for batch in (1, 2):
-            for length in (11, 12, 7, 3):
+            for length in (11, 7, 3):
                 ids = torch.randint(0, 128, (batch, length), generator=generator)
                 compare(f"{batch}x{length}", ids)
         caches = (DynamicCache(config=reference.config), DynamicCache(config=model.config))
@@ -70,12 +70,22 @@ def main(options: dict[str, object], shard_shared: bool) -> None:
         compare("chunk", ids[:, 5:], caches)
         compare("decode", ids[:, :1], caches)
         report = backend.report()
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (report.steps_split, dict(report.steps_unsplit)))
-    if rank == 0:
-        print(json.dumps({"differences": differences, "steps": every}))
+    every: list[object] = [None] * ranks
+    steps = (report.steps_split, dict(report.steps_unsplit), sum(n for _, n in rows))
+    dist.all_gather_object(every, steps)
+    return {"differences": differences, "steps": every}
+
+
+def main(cases: dict[str, tuple[dict[str, object], bool]]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    dist.init_process_group("gloo")
+    results = {name: run_case(*case) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(results))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]))

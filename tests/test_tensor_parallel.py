@@ -1,0 +1,73 @@
+"""Tensor parallelism and sequence parallelism over two processes (gloo), against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES: dict[str, tuple[dict[str, object], bool]] = {
+    "plain": ({}, False),
+    "plain, one credit": ({"credits": 1}, True),
+    "plain, request": ({"split": "request"}, False),
+    "sequence parallel": ({"sequence_parallel": True, "check_values": True}, False),
+    "sequence parallel, sharded shared experts": ({"sequence_parallel": True}, True),
+    "sequence parallel, request": ({"sequence_parallel": True, "split": "request"}, False),
+    "sequence parallel, unsplit": ({"sequence_parallel": True, "split": "none"}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict]:
+    worker = HERE / "distributed" / "tensor_parallel_worker.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--standalone", str(worker), json.dumps(CASES)],
+        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[-1].split("RESULT ", 1)[1])
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_single_process_model(results, case) -> None:
+    differences = results[case]["differences"]
+    assert len(differences) == 9
+    assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_decide_the_same(results, case) -> None:
+    decisions = [(split, unsplit) for split, unsplit, _ in results[case]["steps"]]
+    assert decisions[0] == decisions[1]
+    split, unsplit = decisions[0]
+    if CASES[case][0].get("split") == "none":
+        assert split == 0
+        assert unsplit == {"disabled": 9}
+    elif CASES[case][0].get("split") == "request":
+        assert split == 6  # every step with two requests
+        assert unsplit == {"single_request": 3}
+    else:
+        assert split == 9
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_is_dispatched_by_one_rank(results, case) -> None:
+    """Both ranks together dispatch the real rows and at most one row of padding per item."""
+    tokens = 3 * (11 + 7 + 3) + 2 * (5 + 4 + 1)
+    layers, crossings = 2, 2
+    dispatched = sum(rows for _, _, rows in results[case]["steps"]) / crossings
+    items = 9 * layers * 2
+    padding = items * (2 if "sequence" in case else 1)
+    assert layers * tokens <= dispatched <= layers * tokens + padding
