@@ -26,6 +26,7 @@ from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector, create_connector
 from afd_graph.dump import GraphDump
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
+from afd_graph.layout import StageLayout
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
 from afd_graph.paged_step import CompiledSizes, PagedStepChooser
@@ -227,7 +228,8 @@ class AFDBackend:
                 remedy="use lowering='eager' with this policy, or split='token'",
             )
         split = lower(config.lowering, gm, config.lowering_options)
-        chooser = StepChooser(programs.unsplit.graph, flow, config, self._plan)
+        ranks = 1 if programs.group is None else programs.group.size
+        chooser = StepChooser(programs.unsplit.graph, flow, config, self._plan, ranks)
         return split if self._cut_is_input else _without_cut(split), chooser
 
     @contextlib.contextmanager
@@ -351,17 +353,31 @@ class _CompiledGraph:
     def run(self, inputs: list[Any]) -> Any:
         chosen = self._unsplit_reason if self._chooser is None else self._chooser.choose(inputs)
         try:
+            self._channel.stage_lines = ()
             if isinstance(chosen, str):
                 outputs = self._unsplit(inputs)
                 self._report.steps_unsplit[chosen] += 1
             else:
                 assert self._split is not None
+                if self._channel.layout_log:
+                    self._describe_stages()
                 outputs = self._split([*inputs, *chosen])
                 self._report.steps_split += 1
         except BaseException:
             self._channel.abandon()
             raise
         return outputs
+
+
+    def _describe_stages(self) -> None:
+        assert self._chooser is not None
+        plan = self._chooser.last_plan
+        if plan is None:
+            return
+        size, rank = self._channel.tensor_parallel
+        parent = -(-plan.num_tokens // size) * size
+        layout = StageLayout(plan, parent, size, rank, plan.sequence_parallel)
+        self._channel.stage_lines = [layout.diagnostic(s) for s in range(len(plan.stages))]
 
 
 def _without_cut(program: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:

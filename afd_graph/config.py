@@ -24,6 +24,8 @@ LOWERINGS = ("eager", "inductor", "torchair")
 SHARED_EXPERTS = ("attention", "ffn")
 ON_UNSUPPORTED = ("error", "fallback")
 
+OPTIONAL_PASSES = ("normalize", "shard_dispatch", "verify")
+
 LAYOUT_LOG_VARIABLE = "AFD_ASYNC_MOE_LAYOUT_LOG"
 RECEIVED_ROWS_VARIABLE = "BATCH_SIZE_FACTOR"
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -60,7 +62,8 @@ class AFDConfig:
         check_values: check at every split step that masks taken as causal are causal, and that
             padding rows are zero where they are dropped; reads tensor values.
         timeout_s: seconds after which a receive without an answer is an error.
-        disabled_passes: names of optional passes to leave out.
+        disabled_passes: names of :data:`OPTIONAL_PASSES` to leave out, to find which one a fault
+            comes from.
         layout_log: log one line per boundary crossing.
         dump_dir: directory for graphs before and after each pass, match report, schedule picture
             and trace; ``None`` writes nothing.
@@ -155,6 +158,8 @@ class AFDConfig:
         for name in ("connector_options", "lowering_options"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "disabled_passes", tuple(self.disabled_passes))
+        for name in self.disabled_passes:
+            _choice("disabled_passes", name, OPTIONAL_PASSES)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None) -> AFDConfig:

@@ -73,6 +73,7 @@ class PagedStepChooser:
         self._config = config
         self._metadata = metadata
         self._plan = plan
+        self.last_plan: StagePlan | None = None
         self._fits = fits
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
@@ -93,6 +94,7 @@ class PagedStepChooser:
         if isinstance(plan, str):
             return plan
         plan.check_parent(self._rows(args))
+        self.last_plan = plan
         log.debug(
             "step of %s: %s, stages %s",
             step.counts,

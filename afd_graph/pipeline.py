@@ -137,8 +137,9 @@ class Pipeline:
         """
         graph = gm.graph
         result = Programs(gm, nodes_before=len(graph.nodes))
-        with self._pass("normalize", graph, result):
-            result.edits["normalize"] = normalize(graph)
+        if "normalize" not in self.config.disabled_passes:
+            with self._pass("normalize", graph, result):
+                result.edits["normalize"] = normalize(graph)
         with self._pass("kv_writes", graph, result):
             result.edits["kv_writes"] = write_in_place(graph)
         with self._pass("match", graph, result):
@@ -273,7 +274,7 @@ class Pipeline:
         return graph
 
     def _shard(self, graph: fx.Graph, result: Programs, name: str) -> None:
-        if result.group is None:
+        if result.group is None or "shard_dispatch" in self.config.disabled_passes:
             return
         with self._pass(name, graph, result):
             result.edits[name] = shard_dispatch(graph, result.group)
@@ -316,7 +317,8 @@ class Pipeline:
     ) -> None:
         passed = time.perf_counter()
         result.pass_seconds[name] = passed - started
-        verify(after, after=name, credits=self.credits if scheduled else None)
+        if "verify" not in self.config.disabled_passes:
+            verify(after, after=name, credits=self.credits if scheduled else None)
         spent = time.perf_counter() - passed
         result.pass_seconds["verify"] = result.pass_seconds.get("verify", 0.0) + spent
         if self.observer is not None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,7 @@ class Channel:
         num_experts: number of experts of each MoE layer that may be dispatched to.
         tensor_parallel: ranks of the tensor-parallel group, and this one; for the log.
         exact: give a token the same bits whatever the number of tokens.
+        stage_lines: what the log says about the attention of each stage of this step.
         shared_layers: MoE layers whose shared experts run on the FFN side.
         observers: called with an :class:`Event` after every crossing.
     """
@@ -99,6 +100,7 @@ class Channel:
         self.check_answers = check_answers
         self.layout_log = layout_log
         self.tensor_parallel = (1, 0)
+        self.stage_lines: Sequence[str] = ()
         self.exact = False
         self.shared_layers: set[int] = set()
         self.num_experts: dict[int, int] = {}
@@ -163,6 +165,8 @@ class Channel:
             raise _located(error, layer, stage) from error
         self._pending.append(_Pending(ticket, layer, stage, tokens, top_k, position, shared))
         if self.layout_log:
+            if stage < len(self.stage_lines):
+                log.warning("%s", self.stage_lines[stage])
             self._log_layout("dispatch", tokens, parent_rows)
         if self.observers:
             self._observe(Event("dispatch", layer, stage, begin, time.perf_counter_ns(), tokens))

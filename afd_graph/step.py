@@ -14,7 +14,7 @@ from afd_graph.cost_model import CostModel
 from afd_graph.errors import PassError, PlanError
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
-from afd_graph.planner import NoSplit, NoSplitReason, plan_stages
+from afd_graph.planner import NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
 
 CACHES_DIFFER = "cache_lengths_differ"
 """Reason of a step whose caches do not hold the same number of tokens."""
@@ -65,6 +65,10 @@ class StepChooser:
         config: the split policy.
         plan: a policy of the user instead, from (extent of the token axis, tokens of the step)
             to the cut, or to the reason for none.
+        group_size: ranks of the tensor-parallel group, for the log.
+
+    Attributes:
+        last_plan: the plan of the last split step; kept only for the layout log.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class StepChooser:
         flow: TokenFlow,
         config: AFDConfig,
         plan: Callable[[int, int], int | str] | None = None,
+        group_size: int = 1,
     ) -> None:
+        self.group_size = group_size
         reader = SizeReader(graph)
         shape = shape_of(flow.seed.meta["val"])
         self._extent = reader.read(flow.axis.extent)
@@ -82,13 +88,34 @@ class StepChooser:
         self._config = config
         self._plan = plan
         self._decided: dict[tuple[int, int], int | str] = {}
+        self.last_plan: StagePlan | None = None
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
         """What the two-stage program takes behind the inputs of the step, or why not to run it."""
         cut = self.cut(args)
-        return cut if isinstance(cut, str) else (cut,)
+        if isinstance(cut, str):
+            return cut
+        if self._config.layout_log:
+            self.last_plan = self._as_plan(cut, self._extent(args), self._tokens(args))
+        return (cut,)
+
+    def _as_plan(self, cut: int, extent: int, tokens: int) -> StagePlan:
+        """The cut in tokens, for who reads the log; a sequence cut counts all sequences."""
+        each = tokens // extent
+        plan = plan_at([tokens], cut * each)
+        group = self.group_size if self._config.sequence_parallel else 1
+        return StagePlan(
+            tuple(
+                dataclasses.replace(
+                    stage, input_tokens=-(-stage.actual_tokens // (each * group)) * each * group
+                )
+                for stage in plan.stages
+            ),
+            policy=self._config.split,
+            sequence_parallel=group > 1,
+        )
 
     def cut(self, args: Sequence[Any]) -> int | str:
         """The extent of stage 0, or the reason why the step runs unsplit."""
