@@ -15,7 +15,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 TYPING := .cache/typing
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

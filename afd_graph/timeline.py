@@ -136,10 +136,12 @@ class Measurement:
         timeline: what was seen, in seconds from the begin of the step.
         costs: medians over all work items; see :func:`measure` for what they contain. ``None``
             when the FFN side reported nothing.
+        combine_s: what the combination of one answer takes; part of the attention's cost.
     """
 
     timeline: Timeline
     costs: StageCosts | None
+    combine_s: float = 0.0
 
 
 class Recorder:
@@ -278,7 +280,7 @@ def measure(
             out * 1e-9,
             back * 1e-9,
         )
-    return Measurement(Timeline(intervals, title), costs)
+    return Measurement(Timeline(intervals, title), costs, combine * 1e-9)
 
 
 def _by_item(events: Sequence[Event], kind: str) -> dict[_Item, Event]:
