@@ -66,9 +66,10 @@ def mutated_view(node: fx.Node, argument: str) -> tuple[OpOverload, tuple[Any, .
     """
     from torch._higher_order_ops import auto_functionalize as functional
 
-    kwargs = dict(node.kwargs)
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    types: list[Any] = [torch.TensorType.get()]
     found = functional.read_view_information_from_args(
-        [argument], [torch.TensorType.get()], kwargs, kwargs["_all_bases"]
+        [argument], types, kwargs, kwargs["_all_bases"]
     )[argument]
     if isinstance(found, functional.AsStridedViewInfo):
         place = (tuple(found.size), tuple(found.stride), found.storage_offset)
@@ -112,9 +113,9 @@ def is_sharded(value: Any) -> bool:
 
 def process_group(name: str) -> tuple[int, int]:
     """Size of a process group and this process's rank in it."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-    group = _resolve_process_group(name)
+    group = _resolve_process_group(GroupName(name))
     return group.size(), group.rank()
 
 
@@ -137,7 +138,16 @@ def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
     symbol = env.create_symbol(
         hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
     )
-    return env.create_symintnode(symbol, hint=hint, source=source)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def statically_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds for all steps of the graph; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

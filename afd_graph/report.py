@@ -79,7 +79,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.layers)} MoE layers, {len(self.graphs)} graphs"]
         if self.layers:
-            rows = [("index", "layer", "experts", "top-k", "shared")]
+            rows: list[tuple[str, ...]] = [("index", "layer", "experts", "top-k", "shared")]
             rows += [
                 (str(x.index), x.name or "?", str(x.experts), str(x.top_k), str(x.shared))
                 for x in self.layers
@@ -98,8 +98,7 @@ class Report:
         if self.pass_seconds:
             lines.append(f"passes: {sum(self.pass_seconds.values()):.3f} s")
             lines += _table(
-                [("pass", "seconds")]
-                + [(name, f"{seconds:.4f}") for name, seconds in self.pass_seconds.items()]
+                [("pass", "seconds"), *((n, f"{s:.4f}") for n, s in self.pass_seconds.items())]
             )
         return "\n".join(lines)
 

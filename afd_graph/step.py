@@ -24,33 +24,31 @@ class SizeReader:
     """Reads symbolic sizes from the inputs of a step."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._where: dict[Any, Callable[[Sequence[Any]], int]] = {}
-        for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
-            value = node.meta.get("val")
+        # A symbol is an input of its own, or a dimension of an input.
+        self._where: dict[Any, tuple[int, int | None]] = {}
+        values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+        for i, value in enumerate(values):
             if isinstance(value, torch.SymInt):
-                self._where.setdefault(value.node.expr, lambda args, i=i: int(args[i]))
-        for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
-                        self._where.setdefault(
-                            size.node.expr, lambda args, i=i, d=dim: int(args[i].shape[d])
-                        )
+                self._where.setdefault(value.node.expr, (i, None))
+        for i, value in enumerate(values):
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt):
+                    self._where.setdefault(size.node.expr, (i, dim))
 
     def read(self, size: Size) -> Callable[[Sequence[Any]], int]:
         """A function from the inputs of a step to the value of ``size``."""
-        readers = []
+        places = []
         for symbol in size.factors():
             if symbol not in self._where:
                 raise PassError(f"size {symbol} is not an input size of the graph")
-            readers.append(self._where[symbol])
+            places.append(self._where[symbol])
         constant = size.coefficient
 
         def value(args: Sequence[Any]) -> int:
             result = constant
-            for reader in readers:
-                result *= reader(args)
+            for position, dim in places:
+                value = args[position]
+                result *= int(value if dim is None else value.shape[dim])
             return result
 
         return value

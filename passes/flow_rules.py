@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from afd_graph.passes.graph_tools import input_list, input_node
 from afd_graph.passes.sizes import Size, shape_of, size_of
 from afd_graph.passes.token_layout import (
     Layout,
@@ -194,15 +195,13 @@ def _same(ctx: FlowContext, node: fx.Node, *forbidden: int) -> dict[int, TokenDi
 
 
 def _rank(node: fx.Node) -> int:
-    first = node.args[0]
-    assert isinstance(first, fx.Node)
+    first = input_node(node, 0)
     return tensor(first).dim()
 
 
 @flow_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(ctx: FlowContext, node: fx.Node) -> Outcome:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = input_node(node, 0)
     layout = regrouped(shape_of(tensor(source)), ctx.layout(source), shape_of(tensor(node)))
     if layout is None:
         raise Refusal(
@@ -233,8 +232,7 @@ def _unsqueeze(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(ctx: FlowContext, node: fx.Node) -> Outcome:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = input_node(node, 0)
     shape = shape_of(tensor(source))
     gone = [d for d in dimensions(node.args[1], len(shape)) if shape[d].is_one]
     layout = _same(ctx, node, *gone)
@@ -266,8 +264,7 @@ def _slice(ctx: FlowContext, node: fx.Node) -> Outcome:
     layout = dict(ctx.layout(node.args[0]))
     if dim not in layout:
         return Outcome(layout)
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = input_node(node, 0)
     start, step = argument(node, 2, "start"), argument(node, 4, "step", 1)
     whole = size_of(tensor(source).shape[dim]) == size_of(tensor(node).shape[dim])
     if start in (0, None) and step == 1 and whole:
@@ -359,8 +356,7 @@ def _argsort(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.native_layer_norm.default)
 def _layer_norm(ctx: FlowContext, node: fx.Node) -> Outcome:
-    normed = node.args[1]
-    assert isinstance(normed, (list, tuple))
+    normed = input_list(node, 1)
     rank = _rank(node)
     layout = _same(ctx, node, *range(rank - len(normed), rank))
     return Outcome((layout,) * 3)
@@ -368,8 +364,7 @@ def _layer_norm(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.constant_pad_nd.default)
 def _pad(ctx: FlowContext, node: fx.Node) -> Outcome:
-    pads = node.args[1]
-    assert isinstance(pads, (list, tuple))
+    pads = input_list(node, 1)
     rank = _rank(node)
     padded = [rank - 1 - i // 2 for i, amount in enumerate(pads) if amount != 0]
     return Outcome(_same(ctx, node, *padded))
@@ -377,8 +372,7 @@ def _pad(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.cat.default)
 def _cat(ctx: FlowContext, node: fx.Node) -> Outcome:
-    pieces = node.args[0]
-    assert isinstance(pieces, (list, tuple))
+    pieces = input_list(node, 0)
     rank = tensor(node).dim()
     along = dimension(argument(node, 1, "dim", 0), rank)
     merged: dict[int, TokenDim] = {}
@@ -396,8 +390,7 @@ def _cat(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.stack.default)
 def _stack(ctx: FlowContext, node: fx.Node) -> Outcome:
-    pieces = node.args[0]
-    assert isinstance(pieces, (list, tuple))
+    pieces = input_list(node, 0)
     rank = tensor(node).dim()
     at = dimension(argument(node, 1, "dim", 0), rank)
     inner = _aligned(ctx, [(piece, 0) for piece in pieces], rank - 1)
@@ -472,9 +465,7 @@ def _embedding(ctx: FlowContext, node: fx.Node) -> Outcome:
 
 @flow_rule(aten.index.Tensor)
 def _index(ctx: FlowContext, node: fx.Node) -> Outcome:
-    source, indices = node.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(indices, (list, tuple))
+    source, indices = input_node(node, 0), input_list(node, 1)
     if ctx.layout(source):
         raise Refusal("indexes a staged value")
     used = [at for at, index in enumerate(indices) if index is not None]

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import fx
+
+
+def input_node(node: fx.Node, position: int) -> fx.Node:
+    """The argument at ``position``, which must be a node."""
+    argument = node.args[position]
+    assert isinstance(argument, fx.Node), f"argument {position} of {node.name} is {argument!r}"
+    return argument
+
+
+def input_list(node: fx.Node, position: int) -> list[Any]:
+    """The argument at ``position``, which must be a list; its entries may be nodes."""
+    argument = node.args[position]
+    assert isinstance(argument, (list, tuple)), f"argument {position} of {node.name} is no list"
+    return list(argument)
 
 
 def ancestors(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) -> set[fx.Node]:

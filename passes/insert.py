@@ -24,7 +24,7 @@ from torch import fx
 
 from afd_graph.errors import PassError, UnsupportedError
 from afd_graph.ffn.program import Expression, FFNProgram
-from afd_graph.passes.graph_tools import ancestors, descendants, source_line
+from afd_graph.passes.graph_tools import ancestors, descendants, input_node, source_line
 from afd_graph.passes.match import Match, SharedExperts
 
 aten = torch.ops.aten
@@ -160,8 +160,7 @@ def _shared_program(match: Match, shared: SharedExperts, weight_of: WeightLookup
             continue
         if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             # Rows stay two-dimensional here; only the width of a view may matter.
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+            source = input_node(node, 0)
             if node.meta["val"].shape[-1] != source.meta["val"].shape[-1]:
                 raise UnsupportedError(
                     "the shared experts reshape the hidden dimension",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,7 +49,7 @@ def write_in_place(graph: fx.Graph) -> int:
     return edits
 
 
-def _chain(cache: fx.Node, value: fx.Node, copy: fx.Node) -> list[fx.Node]:
+def _chain(cache: Any, value: Any, copy: fx.Node) -> list[fx.Node]:
     """The calls from ``cache`` to ``value`` in order; empty when they have to stay functional."""
     if cache.op != "placeholder" or copy.users:
         return []
@@ -61,7 +62,7 @@ def _chain(cache: fx.Node, value: fx.Node, copy: fx.Node) -> list[fx.Node]:
         if not _only_read_by(value, reader):
             return []
         calls.insert(0, call)
-        (value,) = call.kwargs["_all_bases"]  # type: ignore[misc]
+        value = _base(call)
         reader = call
     known = {copy, *calls[:1]}
     if any(user not in known and not _asks_for_size(user) for user in cache.users):
@@ -70,11 +71,15 @@ def _chain(cache: fx.Node, value: fx.Node, copy: fx.Node) -> list[fx.Node]:
 
 
 def _is_paged_call(node: fx.Node) -> bool:
-    return (
-        node.target is _compat.auto_functionalized
-        and node.args[0] in PAGED_OPERATORS
-        and len(node.kwargs["_all_bases"]) == 1  # type: ignore[arg-type]
-    )
+    if node.target is not _compat.auto_functionalized or node.args[0] not in PAGED_OPERATORS:
+        return False
+    return _base(node) is not None
+
+
+def _base(call: fx.Node) -> fx.Node | None:
+    """The one tensor that the call mutates, or a part of it."""
+    bases: Any = call.kwargs["_all_bases"]
+    return bases[0] if len(bases) == 1 else None
 
 
 def _only_read_by(value: fx.Node, reader: fx.Node) -> bool:
@@ -87,14 +92,14 @@ def _asks_for_size(node: fx.Node) -> bool:
     return node.target in _VIEWS and all(_asks_for_size(user) for user in node.users)
 
 
-def _rewrite(graph: fx.Graph, cache: fx.Node, calls: Sequence[fx.Node], copy: fx.Node) -> None:
+def _rewrite(graph: fx.Graph, cache: Any, calls: Sequence[fx.Node], copy: fx.Node) -> None:
     graph.erase_node(copy)
     views: dict[object, fx.Node] = {}
     written: list[tuple[fx.Node, fx.Node]] = []  # (view, call in place), in order
     for call in calls:
-        target = call.args[0]
+        target: Any = call.args[0]
         described = PAGED_OPERATORS[target]
-        arguments = target._schema.arguments  # type: ignore[union-attr]
+        arguments = target._schema.arguments
         name = arguments[described.cache].name
         with graph.inserting_before(call):
             view = _view(graph, cache, call, name, views)
@@ -143,11 +148,11 @@ def _last_overlapping(view: fx.Node, written: Sequence[tuple[fx.Node, fx.Node]])
 def _apart(left: fx.Node, right: fx.Node) -> bool:
     begin_left, end_left = _extent(left.meta["val"])
     begin_right, end_right = _extent(right.meta["val"])
-    known = torch.fx.experimental.symbolic_shapes.statically_known_true
+    known = _compat.statically_true
     return known(end_left <= begin_right) or known(end_right <= begin_left)
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _extent(tensor: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Storage that a view with positive sizes can reach: first element, one behind the last."""
     begin = tensor.storage_offset()
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -27,7 +27,13 @@ import torch
 from torch import fx
 
 from afd_graph.passes.flow_rules import FlowContext, Refusal, is_tensor, rule_for
-from afd_graph.passes.graph_tools import ancestors, descendants, module_path, source_line
+from afd_graph.passes.graph_tools import (
+    ancestors,
+    descendants,
+    input_node,
+    module_path,
+    source_line,
+)
 from afd_graph.passes.match_products import ExpertProduct, expert_products
 from afd_graph.passes.sizes import shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
@@ -184,8 +190,7 @@ _RESHAPES = frozenset(
 def _through(node: fx.Node, *also: object) -> fx.Node:
     """Walk up through reshapes."""
     while node.op == "call_function" and (node.target in _RESHAPES or node.target in also):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = input_node(node, 0)
         node = source
     return node
 
@@ -199,8 +204,7 @@ def _routed_ids(product: ExpertProduct) -> fx.Node:
             return node
         if node.op != "call_function" or node.target not in _RESHAPES | {aten._to_copy.default}:
             raise _DoesNotFit("the expert of each row does not come from [tokens, k] ids", node)
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = input_node(node, 0)
         node = source
 
 
@@ -214,8 +218,7 @@ def _rows_source(rows: fx.Node, ids: fx.Node, top_k: int) -> fx.Node:
         # What the repetition started from is its last two-dimensional form.
         node: fx.Node = rows
         while node is not source:
-            above = node.args[0]
-            assert isinstance(above, fx.Node)
+            above = input_node(node, 0)
             node = above
             if node.meta["val"].dim() == 2 and shape_of(node.meta["val"])[0] == tokens:
                 source = node
@@ -269,8 +272,7 @@ def _weighted_sum(result: fx.Node, ids: fx.Node, top_k: int) -> tuple[fx.Node, f
             weights = _weights_source(other, ids)
         elif user.target is aten.sum.dim_IntList:
             shape = shape_of(node.meta["val"])
-            dims = user.args[1]
-            if len(shape) != 3 or list(dims) not in ([1], [-2]) or shape[0] != tokens:  # type: ignore[call-overload]
+            if len(shape) != 3 or user.args[1] not in ([1], [-2]) or shape[0] != tokens:
                 raise _DoesNotFit("the expert results are not summed per token", user)
             if weights is None:
                 raise _DoesNotFit("the expert results are summed without weights", user)
@@ -309,8 +311,7 @@ def _weights_source(node: fx.Node, ids: fx.Node) -> fx.Node:
             *_RESHAPES,
         ):
             break
-        source = current.args[0]
-        assert isinstance(source, fx.Node)
+        source = input_node(current, 0)
         current = source
     if found is None:
         raise _DoesNotFit("the weights of the sum do not come from [tokens, k] weights", node)
@@ -351,7 +352,7 @@ def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
         if not products:
             continue
         last = max(products, key=list(hidden.graph.nodes).index)
-        rows = last.args[_DENSE_PRODUCTS[last.target]]
+        rows = input_node(last, _DENSE_PRODUCTS[last.target])  # type: ignore[index]
         width = int(rows.meta["val"].shape[-1])
         return SharedExperts(top, other, add, width) if width else None
     return None

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from afd_graph.passes.flow_rules import is_tensor
+from afd_graph.passes.graph_tools import input_node
 
 aten = torch.ops.aten
 
@@ -79,16 +80,12 @@ def _sorted_ids(offsets: fx.Node) -> fx.Node | None:
         aten._to_copy.default,
     )
     while node.op == "call_function" and node.target in counting:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = input_node(node, 0)
         node = source
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = input_node(node, 0)
         if source.target is aten.sort.default:
-            unsorted = source.args[0]
-            assert isinstance(unsorted, fx.Node)
-            return unsorted
+            return input_node(source, 0)
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and not value.is_floating_point() and node is not offsets:
         return node
@@ -106,8 +103,7 @@ def _batched(node: fx.Node) -> ExpertProduct | None:
         weight, indices = gathered.args
         assert isinstance(weight, fx.Node)
         assert isinstance(indices, (list, tuple))
-        rows = vector.args[0]
-        assert isinstance(rows, fx.Node)
+        rows = input_node(vector, 0)
         squeezed = [user for user in node.users if user.target is aten.squeeze.dim]
         if len(indices) != 1 or len(squeezed) != 1 or len(node.users) != 1:
             continue

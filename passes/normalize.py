@@ -20,10 +20,13 @@ import torch
 from torch import fx
 
 from afd_graph.passes.extents import Extents
+from afd_graph.passes.flow_rules import argument
+from afd_graph.passes.graph_tools import input_list, input_node
 from afd_graph.passes.sizes import shape_of, size_of
 
 aten = torch.ops.aten
 _END = torch.iinfo(torch.int64).max
+_SLICE = ("start", "end", "step")
 
 _CONSTRUCTORS = {
     aten.new_empty.default: aten.empty.memory_format,
@@ -71,8 +74,7 @@ def _replace(node: fx.Node, replacement: fx.Node | int) -> None:
 
 
 def _size_of_inputs(graph: fx.Graph, node: fx.Node, extents: Extents) -> fx.Node | int | None:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = input_node(node, 0)
     if source.op == "placeholder":
         return None
     with graph.inserting_before(node):
@@ -92,17 +94,15 @@ def _without_source(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _whole_slice(node: fx.Node) -> fx.Node | None:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    start, end, step = (*node.args[2:5], *(None, None, None)[len(node.args[2:5]) :])
+    source = input_node(node, 0)
+    start, end, step = (argument(node, 2 + i, name) for i, name in enumerate(_SLICE))
     if start in (0, None) and step in (1, None) and end in (_END, None):
         return source
     return None
 
 
 def _without_empty_pieces(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    pieces = node.args[0]
-    assert isinstance(pieces, (list, tuple))
+    pieces = input_list(node, 0)
     kept = [piece for piece in pieces if tuple(piece.meta["val"].shape) != (0,)]
     if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype:
         return kept[0]
@@ -144,9 +144,10 @@ def _pieces_to_cat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _scatter_range(node: fx.Node) -> tuple[int, Any, Any]:
-    dim, start, stop, step = (*node.args[2:6], *(0, 0, _END, 1)[len(node.args[2:6]) :])
+    dim = argument(node, 2, "dim", 0)
+    start, stop, step = (argument(node, 3 + i, name) for i, name in enumerate(_SLICE))
     rank = node.meta["val"].dim()
-    if not isinstance(dim, int) or step != 1:
+    if not isinstance(dim, int) or step not in (1, None):
         return -1, None, None
     return dim % rank, start or 0, _END if stop is None else stop
 
@@ -155,8 +156,7 @@ def _copied(graph: fx.Graph, piece: fx.Node) -> fx.Node:
     """The source of ``copy(slice of the target, source)``, expanded and cast as copy does."""
     if piece.target is not aten.copy.default:
         return piece
-    source = piece.args[1]
-    assert isinstance(source, fx.Node)
+    source = input_node(piece, 1)
     value, target = source.meta["val"], piece.meta["val"]
     if value.dtype != target.dtype:
         source = graph.call_function(aten._to_copy.default, (source,), {"dtype": target.dtype})

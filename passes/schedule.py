@@ -45,7 +45,7 @@ class _Scheduler:
         self.ordinal: dict[int, int] = {}
         for node in self.nodes:
             if node.target is DISPATCH:
-                self.ordinal.setdefault(node.args[-3], len(self.ordinal))  # type: ignore[arg-type]
+                self.ordinal.setdefault(node.args[-3], len(self.ordinal))
         self.dispatches = {self._place(n): n for n in self.nodes if n.target is DISPATCH}
         self.receives = {self._place(n): n for n in self.nodes if n.target is RECEIVE}
         self.layers = len(self.dispatches) // num_stages
@@ -138,7 +138,7 @@ class _Scheduler:
             last = node
 
 
-class _Without(set):  # type: ignore[type-arg]
+class _Without(set[fx.Node]):
     """The complement of a set, as a membership test."""
 
     def __init__(self, excluded: set[fx.Node]) -> None:

@@ -34,6 +34,7 @@ from afd_graph.passes.token_flow import (
     ATTENTION,
     DISPATCH,
     RECEIVE,
+    Append,
     TokenFlow,
 )
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
@@ -242,7 +243,7 @@ class Splitter:
             new.target = aten.reshape.default
         arguments = list(new.args)
         for position, replaced in lengths.items():
-            sizes = list(arguments[position])
+            sizes: list[Any] = list(arguments[position])  # type: ignore[arg-type]
             for at, length in replaced.items():
                 sizes[at] = length
             arguments[position] = sizes
@@ -295,7 +296,7 @@ class Splitter:
         layout = self.flow.layouts[key]
         assert isinstance(layout, dict)
         axis = layout[2].axis
-        append = self.flow.appends.get(axis.appended_to)  # type: ignore[arg-type]
+        append = self._append_of(axis)
         if append is not None and append.index is not None:
             return 0  # The cache has its full size from the start.
         return self.lengths[stage + 1]
@@ -307,7 +308,7 @@ class Splitter:
         self.checked.add((mask, stage))
         layout = self.flow.layouts[key]
         assert isinstance(layout, dict)
-        append = self.flow.appends.get(layout[2].axis.appended_to)  # type: ignore[arg-type]
+        append = self._append_of(layout[2].axis)
         sliced = self._sliced(mask, {2: rows}, stage)
         self.stage = stage
         if append is not None and append.index is not None:
@@ -321,6 +322,10 @@ class Splitter:
             end = torch.iinfo(torch.int64).max
             columns = self._call(aten.slice.Tensor, (sliced, 3, visible, end), like=mask)
         self._call(torch.ops.afd.check_masked.default, (columns, mask.name), like=mask)
+
+    def _append_of(self, axis: Axis) -> Append | None:
+        """The cache update that starts a key axis; None for the token axis and for windows."""
+        return None if axis.appended_to is None else self.flow.appends.get(axis.appended_to)
 
     def _all_keys(self, operand: Any, stage: int) -> fx.Node:
         """Keys or values that stage ``stage`` may see."""

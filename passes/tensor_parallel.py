@@ -22,6 +22,7 @@ from torch import fx
 from afd_graph import _compat
 from afd_graph.errors import UnsupportedError
 from afd_graph.passes.extents import Extent, Extents
+from afd_graph.passes.graph_tools import input_node
 from afd_graph.passes.token_flow import DISPATCH, RECEIVE
 
 aten = torch.ops.aten
@@ -82,9 +83,8 @@ def shard_dispatch(graph: fx.Graph, group: TensorParallel) -> int:
 
 
 def _shard(graph: fx.Graph, dispatch: fx.Node, receive: fx.Node, group: TensorParallel) -> None:
-    hidden, ids = dispatch.args[:2]
-    weights = receive.args[2]
-    assert isinstance(hidden, fx.Node)
+    hidden, ids = input_node(dispatch, 0), input_node(dispatch, 1)
+    weights = input_node(receive, 2)
     with graph.inserting_before(dispatch):
         extents = Extents(graph)
         rows: Extent = graph.call_function(aten.sym_size.int, (hidden, 0))
@@ -92,12 +92,9 @@ def _shard(graph: fx.Graph, dispatch: fx.Node, receive: fx.Node, group: TensorPa
         pad = extents.subtract(extents.multiply(share, group.size), rows)
         begin = extents.multiply(share, group.rank)
         end = extents.add(begin, share)
-        local_hidden, local_ids = (
-            _own_rows(graph, n, pad, begin, end)
-            for n in (hidden, ids)  # type: ignore[arg-type]
-        )
+        local_hidden, local_ids = (_own_rows(graph, n, pad, begin, end) for n in (hidden, ids))
     with graph.inserting_before(receive):
-        local_weights = _own_rows(graph, weights, pad, begin, end)  # type: ignore[arg-type]
+        local_weights = _own_rows(graph, weights, pad, begin, end)
     dispatch.args = (local_hidden, local_ids, *dispatch.args[2:])
     dispatch.kwargs = {"parent_rows": rows}
     receive.args = (dispatch, local_hidden, local_weights, *receive.args[3:])

@@ -41,7 +41,7 @@ from afd_graph.passes.flow_rules import (
     rule_for,
     tensor,
 )
-from afd_graph.passes.graph_tools import ancestors, descendants, source_line
+from afd_graph.passes.graph_tools import ancestors, descendants, input_list, input_node, source_line
 from afd_graph.passes.paged_flow import paged_outcome
 from afd_graph.passes.sizes import Size, shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
@@ -145,8 +145,7 @@ def choose_seed(graph: fx.Graph, parameters: Collection[fx.Node] = ()) -> fx.Nod
     nodes = list(graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     first = next(node for node in nodes if node.target is DISPATCH)
-    hidden = first.args[0]
-    assert isinstance(hidden, fx.Node)
+    hidden = input_node(first, 0)
     above = ancestors([hidden])
     attentions = [
         node
@@ -334,8 +333,7 @@ class _Walk:
     def _append(self, node: fx.Node) -> Append | None:
         """Recognise ``cat``/``index_copy`` that extends a cache along the token axis."""
         if node.target is aten.cat.default:
-            pieces = node.args[0]
-            assert isinstance(pieces, (list, tuple))
+            pieces = input_list(node, 0)
             dim = dimension(argument(node, 1, "dim", 0), tensor(node).dim())
             *base, part = pieces
             layout = self.ctx.layout(part)
