@@ -25,7 +25,7 @@ import sympy
 import torch
 from torch import fx
 
-from afd_graph.passes.sizes import Size
+from afd_graph.passes.sizes import Size, shape_of
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def affine(node: Any) -> Affine | None:
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
         return Affine(None, _expr(value))
-    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
         return None
     reader = _READERS.get(node.target) if node.op == "call_function" else None
     if reader is not None:
@@ -138,6 +138,15 @@ def _same(node: fx.Node) -> Affine | None:
     return affine(node.args[0])
 
 
+def _expand(node: fx.Node) -> Affine | None:
+    inner, source = affine(node.args[0]), node.args[0]
+    assert isinstance(source, fx.Node)
+    if inner is None or inner.dim is None:
+        return inner
+    before, after = (shape_of(n.meta["val"])[inner.dim] for n in (source, node))
+    return inner if before == after else None  # A repeated entry is no longer its own index.
+
+
 def _unsqueeze(node: fx.Node) -> Affine | None:
     inner = affine(node.args[0])
     if inner is None or inner.dim is None:
@@ -171,7 +180,7 @@ _READERS: dict[Any, Callable[[fx.Node], Affine | None]] = {
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten._to_copy.default: _same,
-    aten.expand.default: _same,
+    aten.expand.default: _expand,
     aten.clone.default: _same,
     aten.alias.default: _same,
     aten.unsqueeze.default: _unsqueeze,
@@ -190,6 +199,7 @@ _KEEP = frozenset(
 _AND = frozenset(
     {aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor, operator.and_}
 )
+_ADD = frozenset({aten.add.Tensor})
 
 
 def prove_causal(mask: fx.Node, offset: Offset) -> Verdict:
@@ -202,23 +212,32 @@ def _prove(node: Any, offset: Offset) -> Verdict:
         name = node.name if isinstance(node, fx.Node) else repr(node)
         return Verdict(False, f"mask value {name} comes from outside the graph")
     target = node.target
-    if target in _KEEP:
+    # False masks in a bool mask, -inf in a float one; a cast between them keeps neither.
+    alike = [n for n in node.all_input_nodes if _dtype_kind(n) == _dtype_kind(node)]
+    if target in _KEEP and alike:
         return _prove(node.args[0], offset)
-    if target in _AND or (target is aten.add.Tensor and node.meta["val"].is_floating_point()):
-        left = _prove(node.args[0], offset)
-        return left if left.causal else _prove(node.args[1], offset)
+    if target in (_AND if _dtype_kind(node) is bool else _ADD) and alike:
+        verdicts = [_prove(n, offset) for n in alike]
+        return next((verdict for verdict in verdicts if verdict.causal), verdicts[-1])
     if target in (aten.le.Tensor, aten.lt.Tensor):
         return _compare(node, node.args[0], node.args[1], target is aten.lt.Tensor, offset)
     if target in (aten.ge.Tensor, aten.gt.Tensor):
         return _compare(node, node.args[1], node.args[0], target is aten.gt.Tensor, offset)
     if target is aten.where.self and _is_masked_value(node.args[2]):
         return _prove(node.args[0], offset)
-    if target is aten.tril.default:
+    if target is aten.tril.default and _dtype_kind(node) is bool:
         diagonal = node.args[1] if len(node.args) > 1 else 0
         return _within(node, Offset(_expr(diagonal)), offset)  # type: ignore[arg-type]
-    if target is aten.unsqueeze.default and node.args[1] in (0, 1) and _rank(node) > 2:
+    if target is aten.unsqueeze.default and node.args[1] in range(_rank(node.args[0]) - 1):
         return _prove(node.args[0], offset)
     return Verdict(False, f"{node.name} ({target}) does not show that the mask is causal")
+
+
+def _dtype_kind(node: fx.Node) -> type | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return bool if value.dtype is torch.bool else float if value.is_floating_point() else int
 
 
 def _compare(node: fx.Node, keys: Any, queries: Any, strict: bool, offset: Offset) -> Verdict:
