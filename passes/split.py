@@ -26,9 +26,10 @@ import torch
 from torch import fx
 
 from afd_graph.errors import PassError
-from afd_graph.passes.extents import Extent, Extents
+from afd_graph.passes.extents import Extent
+from afd_graph.passes.rank_rows import RankRows
 from afd_graph.passes.sequence_parallel import SUM, WAIT
-from afd_graph.passes.sizes import product, shape_of, size_of
+from afd_graph.passes.sizes import product, shape_of
 from afd_graph.passes.tensor_parallel import OWN_ROWS, TensorParallel
 from afd_graph.passes.token_flow import (
     ATTENTION,
@@ -40,7 +41,6 @@ from afd_graph.passes.token_flow import (
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 CACHED = -1
 """The part of a key axis that was there before the step; the others are the stages."""
@@ -84,7 +84,7 @@ def half_rounds_up(flow: TokenFlow) -> bool:
     return flow.mode != "batch" or tokens_per_entry.is_one
 
 
-class Splitter:
+class Splitter(RankRows):
     """What :func:`split_stages` does; a step of another kind overrides where it differs."""
 
     def __init__(
@@ -97,22 +97,15 @@ class Splitter:
         local: Collection[fx.Node],
         check_values: bool = False,
     ) -> None:
+        super().__init__(flow, group, local, check_values)
         self.old = graph
-        self.flow = flow
         self.cut = cut
         self.stages = range(num_stages)
-        self.group = group
-        self.local = set(local)
-        self.check_values = check_values
         self.checked: set[tuple[fx.Node, int]] = set()
-        self.graph = fx.Graph()
-        self.extents = Extents(self.graph)
         self.env: dict[fx.Node, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self.slices: dict[tuple[Any, ...], fx.Node] = {}
         self.joined: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.converted: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.stage: int | None = None
 
     def run(self) -> fx.Graph:
         """Emit the new graph."""
@@ -129,7 +122,7 @@ class Splitter:
             first = self.graph.placeholder(CUT)
             first.meta["val"] = self.cut
         self.starts: list[Extent] = [0, first]
-        self.lengths: list[Extent] = [first, self.extents.subtract(total, first)]
+        self.lengths = [first, self.extents.subtract(total, first)]
         size = 1 if self.group is None else self.group.size
         self.shares = [self.extents.divide_up(n, size) for n in self.lengths[: len(self.stages)]]
         for node in self.old.nodes:
@@ -384,116 +377,6 @@ class Splitter:
         self.stage = stage
         return self._call(aten.slice.Tensor, (sliced, 3, 0, visible), like=mask)
 
-    # -- rows of one rank -----------------------------------------------------------------------
-
-    def _rows(self, node: fx.Node, part: int, local: bool) -> fx.Node:
-        """The copy of a staged node for one part, on this rank's rows or on all of the part."""
-        value = self._part(node, part)
-        if (node in self.local) == local:
-            return value
-        key = (node, part)
-        if key not in self.converted:
-            layout = self.flow.layouts[node]
-            assert isinstance(layout, dict)
-            convert = self._own_rows if local else self._gathered
-            self.converted[key] = convert(node, value, layout, part)
-        return self.converted[key]
-
-    def _own_rows(self, node: fx.Node, value: fx.Node, layout: Layout, part: int) -> fx.Node:
-        """This rank's share of the rows, padded with zeros."""
-        assert self.group is not None
-        for dim, entry in layout.items():
-            unfolded, at = self._unfold(node, value, dim, entry, self.lengths[part])
-            padded = self._padded(node, unfolded, at, entry, part)
-            share = self.extents.multiply(self.shares[part], self.extents.of(entry.inner))
-            begin = self.extents.multiply(share, self.group.rank)
-            end = self.extents.add(begin, share)
-            self.stage = part
-            own = self._call(aten.slice.Tensor, (padded, at, begin, end), like=node)
-            value = self._fold(node, own, dim, entry, self.shares[part])
-        return value
-
-    def _gathered(self, node: fx.Node, value: fx.Node, layout: Layout, part: int) -> fx.Node:
-        """All rows of a part, from the shares of the ranks."""
-        assert self.group is not None
-        (dim, entry), *_ = layout.items()
-        unfolded, at = self._unfold(node, value, dim, entry, self.shares[part])
-        self.stage = part
-        turned = self._call(aten.transpose.int, (unfolded, 0, at), like=node)
-        dense = self._call(aten.contiguous.default, (turned,), like=node)
-        shares = self._call(
-            c10d.all_gather_into_tensor.default,
-            (dense, self.group.size, self.group.group),
-            like=node,
-        )
-        waited = self._call(WAIT, (shares,), like=node)
-        back = self._call(aten.transpose.int, (waited, 0, at), like=node)
-        length = self.extents.multiply(self.lengths[part], self.extents.of(entry.inner))
-        if self.check_values:
-            end = torch.iinfo(torch.int64).max
-            padding = self._call(aten.slice.Tensor, (back, at, length, end), like=node)
-            self._call(torch.ops.afd.check_zero.default, (padding, node.name), like=node)
-        real = self._call(aten.slice.Tensor, (back, at, 0, length), like=node)
-        return self._fold(node, real, dim, entry, self.lengths[part])
-
-    def _scattered_sum(self, node: fx.Node, part: int) -> fx.Node:
-        """The sum over ranks of this rank's rows."""
-        assert self.group is not None
-        source, operation, name = node.args
-        assert isinstance(source, fx.Node)
-        layout = self.flow.layouts[node]
-        assert isinstance(layout, dict)
-        (dim, entry), *_ = layout.items()
-        value = self._rows(source, part, local=False)
-        unfolded, at = self._unfold(node, value, dim, entry, self.lengths[part])
-        padded = self._padded(node, unfolded, at, entry, part)
-        self.stage = part
-        turned = self._call(aten.transpose.int, (padded, 0, at), like=node)
-        dense = self._call(aten.contiguous.default, (turned,), like=node)
-        scattered = self._call(
-            c10d.reduce_scatter_tensor.default,
-            (dense, operation, self.group.size, name),
-            like=node,
-        )
-        waited = self._call(WAIT, (scattered,), like=node)
-        back = self._call(aten.transpose.int, (waited, 0, at), like=node)
-        return self._fold(node, back, dim, entry, self.shares[part])
-
-    def _padded(
-        self, node: fx.Node, value: fx.Node, at: int, entry: TokenDim, part: int
-    ) -> fx.Node:
-        assert self.group is not None
-        whole = self.extents.multiply(self.shares[part], self.group.size)
-        missing = self.extents.subtract(whole, self.lengths[part])
-        pad = self.extents.multiply(missing, self.extents.of(entry.inner))
-        rank = node.meta["val"].dim() + (0 if entry.outer.is_one else 1)
-        self.stage = part
-        return self._call(
-            aten.constant_pad_nd.default, (value, [0, 0] * (rank - 1 - at) + [0, pad]), like=node
-        )
-
-    def _unfold(
-        self, node: fx.Node, value: fx.Node, dim: int, entry: TokenDim, length: Extent
-    ) -> tuple[fx.Node, int]:
-        """Bring a token axis that lies inside a dimension out; returns value and dimension."""
-        if entry.outer.is_one:
-            return value, dim
-        shape = self._sizes(node)
-        outer, inner = self.extents.of(entry.outer), self.extents.of(entry.inner)
-        shape[dim : dim + 1] = [outer, self.extents.multiply(length, inner)]
-        return self._call(aten.reshape.default, (value, shape), like=node), dim + 1
-
-    def _fold(
-        self, node: fx.Node, value: fx.Node, dim: int, entry: TokenDim, length: Extent
-    ) -> fx.Node:
-        """Undo :meth:`_unfold`, for a token axis of ``length``."""
-        if entry.outer.is_one:
-            return value
-        shape = self._sizes(node)
-        factors = self.extents.multiply(self.extents.of(entry.outer), self.extents.of(entry.inner))
-        shape[dim] = self.extents.multiply(factors, length)
-        return self._call(aten.reshape.default, (value, shape), like=node)
-
     # -- slicing -----------------------------------------------------------------------------------
 
     def _sliced(self, node: fx.Node, layout: Layout, part: int) -> fx.Node:
@@ -549,18 +432,3 @@ class Splitter:
             length = self.shares[part] if local else self.lengths[part]
         factors = self.extents.multiply(self.extents.of(entry.outer), self.extents.of(entry.inner))
         return self.extents.multiply(factors, length)
-
-    def _sizes(self, node: fx.Node) -> list[Extent]:
-        return [self.extents.of(size_of(extent)) for extent in node.meta["val"].shape]
-
-    def _call(self, target: Any, arguments: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
-        new = self.graph.call_function(target, arguments)
-        new.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        self._mark(new)
-        return new
-
-    def _mark(self, new: fx.Node) -> None:
-        # The shape of the unsplit value does not hold for a part of it.
-        new.meta.pop("val", None)
-        if self.stage is not None:
-            new.meta["afd_stage"] = self.stage
