@@ -1,0 +1,1 @@
+"""What the torchair lowering knows of Ascend: operators, rewrites, streams, converters, hook."""

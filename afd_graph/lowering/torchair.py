@@ -1,0 +1,120 @@
+"""Hand the graph to torchair, which lowers it to Ascend.
+
+1. dispatch and receive become the operators of the CAM package (:mod:`ascend.exchange`);
+2. what torchair cannot convert is expressed in what it can (:mod:`ascend.plain_ops`);
+3. communication goes to a stream of its own (:mod:`ascend.streams`);
+4. ``torchair.get_compiler(config)`` makes a GE graph or a captured one.
+
+The operators exchange rows on the device: the connector must be ``cam``, whose group they use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from afd_graph.connectors.cam_group import CamGroup
+from afd_graph.errors import ConfigError
+from afd_graph.lowering.ascend.converters import register_converters
+from afd_graph.lowering.ascend.exchange import exchange_in_graph
+from afd_graph.lowering.ascend.plain_ops import lower_to_plain_ops
+from afd_graph.lowering.ascend.register import register
+from afd_graph.lowering.ascend.streams import put_on_stream
+from afd_graph.passes.token_flow import DISPATCH
+from afd_graph.runtime import Channel, channel
+
+MODES = {"max-autotune": "ge", "reduce-overhead": "aclgraph", "npugraph_ex": "npugraph_ex"}
+"""From the mode of the compiler's configuration to the route of the streams."""
+
+
+def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
+    """Return a function over the list of inputs.
+
+    Args:
+        gm: a scheduled attention program.
+        compiler_config: torchair's ``CompilerConfig``; its default compiles a GE graph.
+
+    Raises:
+        ConfigError: torchair is not installed, or the connector is not ``cam``.
+        UnsupportedError: the graph cannot be expressed in operators that torchair converts.
+    """
+    torchair = import_torchair()
+    config = torchair.CompilerConfig() if compiler_config is None else compiler_config
+    prepared = fx.GraphModule(gm, _copied(gm.graph))
+    used = _channel_of(prepared.graph)
+    if used is not None:
+        prepare(prepared.graph, _group_of(used), used.num_experts.__getitem__, config.mode.value)
+    else:
+        lower_to_plain_ops(prepared.graph)
+    prepared.recompile()
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    compiled = torchair.get_compiler(config)(prepared, inputs)
+
+    def run(arguments: Sequence[Any]) -> Any:
+        return compiled(*arguments)
+
+    return run
+
+
+def prepare(graph: fx.Graph, group: CamGroup, num_experts: Any, mode: str) -> None:
+    """Steps 1 to 3, in place."""
+    if mode == "max-autotune":
+        register_converters(group.package)
+    else:
+        register(group.package)
+    crossings = exchange_in_graph(graph, group, num_experts)
+    lower_to_plain_ops(graph)
+    put_on_stream(graph, crossings, MODES[mode])
+    graph.lint()
+
+
+def decompositions(compiler_config: Any = None) -> dict[Any, Any]:
+    """The table that torchair itself gives to AOTAutograd."""
+    torchair = import_torchair()
+    from torchair.npu_fx_compiler import _get_merged_decompositions
+
+    config = torchair.CompilerConfig() if compiler_config is None else compiler_config
+    return _get_merged_decompositions(config)
+
+
+def import_torchair() -> Any:
+    """The torchair module, which torch_npu brings.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("torchair")
+    except ImportError as error:
+        raise ConfigError(
+            f"lowering='torchair' needs torchair, which cannot be imported: {error}",
+            remedy="install CANN and the torch_npu of this PyTorch version, with its requirements "
+            "(pip install 'afd-graph[torchair]'), or use lowering='eager'",
+        ) from error
+
+
+def _channel_of(graph: fx.Graph) -> Channel | None:
+    for node in graph.nodes:
+        if node.target is DISPATCH:
+            return channel(node.args[4])
+    return None
+
+
+def _group_of(used: Channel) -> CamGroup:
+    group = getattr(used.connector, "group", None)
+    if not isinstance(group, CamGroup):
+        raise ConfigError(
+            "lowering='torchair' exchanges rows with operators in the graph, and this connector "
+            "has none",
+            remedy="use connector='cam'",
+        )
+    return group
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
