@@ -15,6 +15,8 @@ TORCH := 2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 TYPING := .cache/typing
+TORCH_NPU := .cache/torch_npu
+WHEELS := $(TORCH_NPU)/2.13.0.downloaded $(TORCH_NPU)/2.10.0.post4.downloaded
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
@@ -23,10 +25,10 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup torchair-setup demo test lint types bench clean
 
 help:  ## show this list
-	@awk -F ':.*## *' '/^[a-z]+:.*##/ { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv
 
@@ -39,11 +41,21 @@ $(READY): pyproject.toml
 	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 
+# The wheels are unpacked by the tests, never installed: torch_npu breaks `import torch` where CANN
+# is missing.
+torchair-setup: $(WHEELS)  ## download torch_npu, whose torchair the lowering is tested with
+
+$(TORCH_NPU)/%.downloaded: | $(READY)
+	@echo "== torch_npu $*"
+	@$(BIN)/python -m pip download --quiet $(PIP_ARGS) --no-deps --only-binary=:all: \
+	  --platform manylinux_2_28_x86_64 --python-version 3.11 torch_npu==$* -d $(@D)
+	@touch $@
+
 demo: $(READY)  ## DeepSeek-V2-Lite's shape, compiled and split, against the eager model
 	@echo "== demo: one compiled model, two programs"
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: $(READY)  ## run all tests that this machine can run
+test: $(READY) $(WHEELS)  ## run all tests that this machine can run
 	@echo "== tests, $(WORKERS) at a time"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
