@@ -1,0 +1,163 @@
+"""torchair's own Python out of a downloaded torch_npu wheel, without CANN and without an NPU.
+
+Only ``torch_npu/dynamo/torchair/**.py`` is unpacked, and its parent directory is put on the path,
+so the package has its own name. The four native modules are replaced by what they answer. Nothing
+is installed: an installed torch_npu makes every ``import torch`` fail where CANN is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DOWNLOADS = Path(__file__).parents[2] / ".cache" / "torch_npu"
+_PREFIX = "torch_npu/dynamo/"
+
+
+class SetupError(RuntimeError):
+    """The wheel is not there."""
+
+
+def wheel(version: str) -> Path:
+    """The downloaded wheel of a torch_npu version."""
+    found = sorted(DOWNLOADS.glob(f"torch_npu-{version}-*.whl"))
+    if not found:
+        raise SetupError(f"torch_npu {version} is not in {DOWNLOADS}: run `make torchair-setup`")
+    return found[0]
+
+
+def unpacked(version: str) -> Path:
+    """Directory with the wheel's torchair and npugraph_ex, as top-level packages."""
+    target = DOWNLOADS / f"python-{version}"
+    if target.exists():
+        return target
+    with (
+        tempfile.TemporaryDirectory(dir=DOWNLOADS) as scratch,
+        zipfile.ZipFile(wheel(version)) as archive,
+    ):
+        complete = Path(scratch) / "complete"
+        for name in archive.namelist():
+            if name.startswith(_PREFIX) and name.endswith(".py"):
+                path = complete / name[len(_PREFIX) :]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(archive.read(name))
+        with contextlib.suppress(OSError):  # another process was first
+            complete.rename(target)
+    return target
+
+
+class NativeSide:
+    """What the native modules were asked.
+
+    Attributes:
+        loaded: graphs that were compiled, serialized, with their options.
+        exported: models that were exported, serialized, with their options.
+        known: operators that "CANN" knows: type to (inputs, outputs, attributes).
+    """
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[bytes, dict[str, str]]] = []
+        self.exported: list[tuple[bytes, dict[str, str]]] = []
+        self.known: dict[str, tuple[list[Any], list[Any], list[Any]]] = {}
+
+    def declare(
+        self,
+        operator: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        attributes: Sequence[tuple[str, str]],
+    ) -> None:
+        """Let an operator type exist, as the registration of its package would."""
+        self.known[operator] = (
+            [(name, "required") for name in inputs],
+            [(name, "required") for name in outputs],
+            list(attributes),
+        )
+
+    def definition(self, operator: str) -> tuple[Any, ...]:
+        """What CANN answers for a custom operator: unknown ones are an error."""
+        found = self.known.get(operator)
+        return ("ERROR", [], [], []) if found is None else ("SUCCESS", *found)
+
+
+native = NativeSide()
+
+
+class _Graph:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def load(self, model: Any, options: Any, *_placements: Any) -> None:
+        native.loaded.append((bytes(model), dict(options)))
+
+    def set_hint_shape(self, *_shapes: Any) -> None: ...
+
+    def compile(self) -> None: ...
+
+    def auto_tune(self, *_arguments: Any) -> None: ...
+
+    def run(self, *_arguments: Any) -> Any:
+        raise NotImplementedError("there is no device: graphs are built and looked at, not run")
+
+
+_DTYPES = (
+    "BOOL UINT8 INT8 INT16 UINT16 INT32 UINT32 INT64 UINT64 BF16 FLOAT16 FLOAT32 FLOAT64 "
+    "COMPLEX64 COMPLEX128"
+)
+
+
+def _core_module(name: str) -> types.ModuleType:
+    module: Any = types.ModuleType(name)
+    if not name.endswith("._torchair"):
+        return module
+    module.TorchNpuGraphBase = _Graph
+    module.get_registered_ir_def = native.definition
+    module.export = lambda model, options: native.exported.append((bytes(model), dict(options)))
+    module.check_cann_compat = lambda *_: ""
+    module.GetSocName = lambda: "Ascend910_9391"
+    module.as_torch_tensors = lambda *_: (1, [])
+    module.TorchDataType = types.SimpleNamespace(**{n: n for n in _DTYPES.split()})
+    for quiet in (
+        "InitializeGraphEngine",
+        "FinalizeGraphEngine",
+        "InitDeviceStdoutChannel",
+        "SetDebugLogPath",
+        "AclmdlSetDump",
+        "AclopStartDumpArgs",
+        "AclopStopDumpArgs",
+    ):
+        setattr(module, quiet, lambda *_: None)
+    return module
+
+
+class _Native(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    names = tuple(
+        f"torchair.core.{name}"
+        for name in ("_torchair", "_npu_graph_executor", "_npu_utils", "_abi_compat_ge_apis")
+    )
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self) if name in self.names else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _core_module(spec.name)
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+def load(version: str | None = None) -> Any:
+    """Import torchair; the process keeps this version and its patches of PyTorch."""
+    version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
+    sys.meta_path.insert(0, _Native())
+    sys.path.insert(0, str(unpacked(version)))
+    return importlib.import_module("torchair")
