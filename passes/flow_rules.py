@@ -136,6 +136,11 @@ def dimensions(value: Any, rank: int) -> list[int]:
     return [dimension(entry, rank) for entry in value]
 
 
+def _full_size(entry: TokenDim) -> Size:
+    """Unsplit size of a token dimension."""
+    return entry.outer * entry.axis.extent * entry.inner
+
+
 def _aligned(ctx: FlowContext, operands: Sequence[tuple[fx.Node, int]], rank: int) -> Outcome:
     """Broadcast ``(operand, offset of its dimension 0)`` together."""
     merged: dict[int, TokenDim] = {}
@@ -151,6 +156,11 @@ def _aligned(ctx: FlowContext, operands: Sequence[tuple[fx.Node, int]], rank: in
         for out_dim, entry in merged.items():
             dim = out_dim - offset
             if 0 <= dim < len(shape) and not shape[dim].is_one:
+                if shape[dim] != _full_size(entry):
+                    raise Refusal(
+                        f"combines a token axis of {_full_size(entry)} with {shape[dim]} "
+                        f"entries of {operand.name}"
+                    )
                 need[dim] = entry
         if have and dict(have) != need:
             raise Refusal(f"combines {operand.name} with a value of all tokens")
@@ -596,8 +606,3 @@ def _dispatch(ctx: FlowContext, node: fx.Node) -> Outcome:
 @flow_rule(torch.ops.afd.cam_receive.default)
 def _receive(ctx: FlowContext, node: fx.Node) -> Outcome:
     return Outcome(ctx.layout(node.args[1]))
-
-
-def full_size(entry: TokenDim) -> Size:
-    """Unsplit size of a token dimension."""
-    return entry.outer * entry.axis.extent * entry.inner

@@ -211,7 +211,7 @@ def _routed_ids(product: ExpertProduct) -> fx.Node:
 def _rows_source(rows: fx.Node, ids: fx.Node, top_k: int) -> fx.Node:
     """The ``[T, hidden]`` rows that were repeated (and sorted) per choice."""
     tokens = shape_of(ids.meta["val"])[0]
-    if rows.target in (aten.index.Tensor, aten.index_select.default):
+    if rows.target in (aten.index.Tensor, aten.index_select.default) or (rows.target is aten.repeat_interleave.self_int and rows.args[1:3] == (top_k, 0)):
         source = rows.args[0]
     else:
         source = _through(rows)

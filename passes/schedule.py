@@ -11,6 +11,8 @@ stage can compute while its rows are away (shared experts) follows its dispatch.
 
 1. emit the nodes that each step needs, in their old order;
 2. behind each dispatch and each last receive, emit what else of that stage became computable;
+   behind the last dispatch also what the whole batch can compute by then (the shared experts of
+   the last layer);
 3. emit the rest, in the old order.
 """
 
@@ -72,6 +74,9 @@ class _Scheduler:
             elif step.kind == "dispatch":
                 self._emit([self.dispatches[place]])
                 self._emit_ready(waiting, step.stage, step.layer - 1, received)
+                if self.num_stages > 1 and place == (self.layers - 1, self.num_stages - 1):
+                    for layer in range(-1, step.layer):
+                        self._emit_ready(waiting, None, layer, received)
             else:
                 self._emit_needs(self.receives[place])
                 self._emit([self.receives[place]])
@@ -82,8 +87,11 @@ class _Scheduler:
         self._rearrange()
         return self.steps
 
-    def _by_readiness(self) -> dict[tuple[int, int], list[tuple[fx.Node, tuple[int, ...]]]]:
-        """Staged nodes by (stage, last layer of that stage whose answer they need)."""
+    def _by_readiness(self) -> dict[tuple[int | None, int], list[tuple[fx.Node, tuple[int, ...]]]]:
+        """Nodes by (stage, last layer of that stage whose answer they need).
+
+        Those of the whole batch stand under the stage None and the last layer of any stage.
+        """
         needs: dict[fx.Node, tuple[int, ...]] = {}
         none = (-1,) * self.num_stages
         ready = defaultdict(list)
@@ -96,14 +104,15 @@ class _Scheduler:
                 need[stage] = max(need[stage], layer)
             needs[node] = tuple(need)
             stage = node.meta.get("afd_stage", 0 if self.num_stages == 1 else None)
-            if stage is not None and node.op == "call_function":
-                ready[stage, need[stage]].append((node, tuple(need)))
+            if node.op == "call_function":
+                last = max(need) if stage is None else need[stage]
+                ready[stage, last].append((node, tuple(need)))
         return ready
 
     def _emit_ready(
         self,
-        waiting: dict[tuple[int, int], list[tuple[fx.Node, tuple[int, ...]]]],
-        stage: int,
+        waiting: dict[tuple[int | None, int], list[tuple[fx.Node, tuple[int, ...]]]],
+        stage: int | None,
         layer: int,
         received: dict[int, int],
     ) -> None:

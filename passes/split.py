@@ -171,7 +171,8 @@ class Splitter(RankRows):
         pieces = [self._rows(node, stage, local=False) for stage in self.stages]
         self.stage = None
         if len(pieces) == 1:
-            return pieces[0]
+            # What follows was captured on a contiguous value; gathered rows need not be.
+            return self._call(aten.contiguous.default, (pieces[0],), like=node)
         unfolded = [
             self._unfold(node, piece, dim, entry, length)[0]
             for piece, length in zip(pieces, self.lengths, strict=True)
@@ -231,7 +232,7 @@ class Splitter(RankRows):
             for position, entries in outcome.sizes.items()
         }
         new = self.graph.node_copy(node, argument)
-        if node.target is aten.view.default:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
             # A slice of a whole value is not contiguous, so not every view of it exists.
             new.target = aten.reshape.default
         arguments = list(new.args)

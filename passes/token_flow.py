@@ -216,7 +216,7 @@ def infer_token_flow(
             flow = walk.run()
         except UnsupportedError as error:
             # A dimension that no attention takes for tokens explains nothing to the user.
-            if walk.mode in (None, mode) and walk.plausible:
+            if walk.mode in (None, mode, "paged") and walk.plausible:
                 reasons.append(error)
             continue
         if flow.mode in (mode, "paged", "rows"):

@@ -22,6 +22,9 @@ from transformers import DynamicCache
 from afd_graph import AFDBackend, AFDConfig
 from tiny_models import deepseek_v2
 
+BATCHES = ((2, 11),)
+CHUNKS = [5, 4, 1]  # tokens of two requests in three steps over one cache
+
 
 def make_tensor_parallel(model: torch.nn.Module, ranks: int, shard_shared: bool) -> None:
     """Heads per rank, as a user would write it with PyTorch's own styles."""
@@ -60,15 +63,13 @@ def run_case(options: dict[str, object], shard_shared: bool) -> dict[str, object
         rows: list[tuple[int, int]] = []
         backend.channel.observers.append(lambda event: rows.append((event.layer, event.rows)))
         compiled = torch.compile(model, backend=backend, fullgraph=True)
-        for batch in (1, 2):
-            for length in (11, 7, 3):
-                ids = torch.randint(0, 128, (batch, length), generator=generator)
-                compare(f"{batch}x{length}", ids)
+        for batch, length in BATCHES:
+            ids = torch.randint(0, 128, (batch, length), generator=generator)
+            compare(f"{batch}x{length}", ids)
         caches = (DynamicCache(config=reference.config), DynamicCache(config=model.config))
-        ids = torch.randint(0, 128, (2, 9), generator=generator)
-        compare("prompt", ids[:, :5], caches)
-        compare("chunk", ids[:, 5:], caches)
-        compare("decode", ids[:, :1], caches)
+        ids = torch.randint(0, 128, (2, sum(CHUNKS)), generator=generator)
+        for number, part in enumerate(ids.split(CHUNKS, dim=1)):
+            compare(f"cached {number}", part, caches)
         report = backend.report()
     every: list[object] = [None] * ranks
     steps = (report.steps_split, dict(report.steps_unsplit), sum(n for _, n in rows))
