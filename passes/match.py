@@ -190,8 +190,7 @@ _RESHAPES = frozenset(
 def _through(node: fx.Node, *also: object) -> fx.Node:
     """Walk up through reshapes."""
     while node.op == "call_function" and (node.target in _RESHAPES or node.target in also):
-        source = input_node(node, 0)
-        node = source
+        node = input_node(node, 0)
     return node
 
 
@@ -204,22 +203,21 @@ def _routed_ids(product: ExpertProduct) -> fx.Node:
             return node
         if node.op != "call_function" or node.target not in _RESHAPES | {aten._to_copy.default}:
             raise _DoesNotFit("the expert of each row does not come from [tokens, k] ids", node)
-        source = input_node(node, 0)
-        node = source
+        node = input_node(node, 0)
 
 
 def _rows_source(rows: fx.Node, ids: fx.Node, top_k: int) -> fx.Node:
     """The ``[T, hidden]`` rows that were repeated (and sorted) per choice."""
     tokens = shape_of(ids.meta["val"])[0]
-    if rows.target in (aten.index.Tensor, aten.index_select.default) or (rows.target is aten.repeat_interleave.self_int and rows.args[1:3] == (top_k, 0)):
+    repeated = rows.target is aten.repeat_interleave.self_int and rows.args[1:3] == (top_k, 0)
+    if repeated or rows.target in (aten.index.Tensor, aten.index_select.default):
         source = rows.args[0]
     else:
         source = _through(rows)
         # What the repetition started from is its last two-dimensional form.
         node: fx.Node = rows
         while node is not source:
-            above = input_node(node, 0)
-            node = above
+            node = input_node(node, 0)
             if node.meta["val"].dim() == 2 and shape_of(node.meta["val"])[0] == tokens:
                 source = node
                 break
@@ -311,8 +309,7 @@ def _weights_source(node: fx.Node, ids: fx.Node) -> fx.Node:
             *_RESHAPES,
         ):
             break
-        source = input_node(current, 0)
-        current = source
+        current = input_node(current, 0)
     if found is None:
         raise _DoesNotFit("the weights of the sum do not come from [tokens, k] weights", node)
     return found

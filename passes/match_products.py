@@ -80,8 +80,7 @@ def _sorted_ids(offsets: fx.Node) -> fx.Node | None:
         aten._to_copy.default,
     )
     while node.op == "call_function" and node.target in counting:
-        source = input_node(node, 0)
-        node = source
+        node = input_node(node, 0)
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         source = input_node(node, 0)
         if source.target is aten.sort.default:
