@@ -107,7 +107,7 @@ def keep_attention_whole(graph: fx.Graph) -> int:
                     given["query"],
                     given["key"],
                     given["value"],
-                    given.get("attn_mask"),
+                    _four_dimensional(graph, given.get("attn_mask")),
                     causal,
                     given.get("scale"),
                     bool(given.get("enable_gqa", False)),
@@ -118,6 +118,15 @@ def keep_attention_whole(graph: fx.Graph) -> int:
         graph.erase_node(node)
         replaced += 1
     return replaced
+
+
+def _four_dimensional(graph: fx.Graph, mask: Any) -> Any:
+    """The mask as ``[batch, heads, queries, keys]``; leading dimensions may be missing."""
+    value = _fake(mask) if isinstance(mask, fx.Node) else None
+    if value is not None:
+        for _ in range(value.dim(), 4):
+            mask = graph.call_function(torch.unsqueeze, (mask, 0))
+    return mask
 
 
 def _fake(node: fx.Node) -> torch.Tensor | None:

@@ -19,6 +19,9 @@ from afd_graph.planner import NoSplit, NoSplitReason, StagePlan, plan_at, plan_s
 CACHES_DIFFER = "cache_lengths_differ"
 """Reason of a step whose caches do not hold the same number of tokens."""
 
+NO_TOKENS = "no_tokens"
+"""Reason of a step without any token."""
+
 
 class SizeReader:
     """Reads symbolic sizes from the inputs of a step."""
@@ -144,6 +147,8 @@ class StepChooser:
         mode every entry of the axis is one request of equal length. What the caches hold is not
         known here: the work of ``cost`` and ``auto`` is that of fresh requests.
         """
+        if tokens == 0:
+            return NO_TOKENS
         if 2 <= tokens < self._config.min_split_tokens:
             return str(NoSplitReason.BELOW_MIN_TOKENS)
         others = max(1, tokens // max(extent, 1))

@@ -363,7 +363,8 @@ class Splitter(RankRows):
 
     def _mask_rows(self, mask: fx.Node, rows: TokenDim, key: Any, stage: int) -> fx.Node:
         """The rows of the mask for the stage's queries, and the columns for the keys it sees."""
-        sliced = self._sliced(mask, {2: rows}, stage)
+        same_for_all = shape_of(mask.meta["val"])[2].is_one
+        sliced = self._sliced(mask, {} if same_for_all else {2: rows}, stage)
         if not self.flow.staged(key) or stage == self.stages[-1]:
             return sliced
         layout = self.flow.layouts[key]

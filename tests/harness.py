@@ -13,7 +13,10 @@ from transformers import DynamicCache, StaticCache
 
 from afd_graph import AFDBackend, AFDConfig, _compat
 from afd_graph.attention import keep_attention_whole
+from afd_graph.connectors import create_connector
 from afd_graph.passes.graph_tools import clean_path
+from afd_graph.pipeline import PassObserver, Pipeline, Programs
+from afd_graph.runtime import Channel
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -76,6 +79,9 @@ class Pair:
         dynamic: bool | None = True,
     ) -> None:
         self.eager = copy.deepcopy(model)
+        if next(model.parameters()).dtype is torch.float64 and hasattr(model, "config"):
+            # The library's other spelling of the experts does not know fp64 in eager mode.
+            self.eager.config._experts_implementation = "batched_mm"
         self.model = model
         self.config = config or AFDConfig()
         self.cut: int | None = None
@@ -220,7 +226,8 @@ def capture(model: nn.Module, *args: Any, dynamic: bool = True, **inputs: Any) -
                 for name, source, value in zip(names, sources, example_inputs, strict=True)
                 if isinstance(value, nn.Parameter) or "._buffers[" in str(source)
             }
-            found.append(Captured(aten, weights, list(example_inputs)))
+            concrete = [int(v) if isinstance(v, torch.SymInt) else v for v in example_inputs]
+            found.append(Captured(aten, weights, concrete))
             forward = aten.forward
             return _compat.boxed(lambda flat: forward(*flat))
 
@@ -230,6 +237,42 @@ def capture(model: nn.Module, *args: Any, dynamic: bool = True, **inputs: Any) -
         torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args, **inputs)
     assert len(found) == 1
     return found[0]
+
+
+def transform(
+    captured: Captured,
+    config: AFDConfig | None = None,
+    *,
+    credits: int = 2,
+    channel: str = "none",
+    metadata: bool = True,
+    observer: PassObserver | None = None,
+) -> Programs:
+    """Run the passes over a copy of a captured graph."""
+    pipeline = Pipeline(config or AFDConfig(), channel=channel, credits=credits, observer=observer)
+    gm = captured.fresh(metadata=metadata)
+    return pipeline.run(gm, captured.weight_of, lambda match: match.index)
+
+
+def run_programs(
+    captured: Captured, inputs: list[Any], cut: int | None, config: AFDConfig | None = None, **more
+) -> Any:
+    """Transform, hand the experts to a connector of their own, run one step."""
+    channel = Channel(create_connector("local", {}), credits=2, timeout_s=30)
+    try:
+        programs = transform(captured, config, channel=channel.name, **more)
+        for program in programs.ffn:
+            channel.connector.add_program(program)
+            channel.num_experts[program.layer] = program.num_experts
+            if program.shared is not None:
+                channel.shared_layers.add(program.layer)
+        with torch.no_grad():
+            if cut is None:
+                return programs.unsplit(*inputs)
+            assert programs.split is not None, programs.unsplit_reason
+            return programs.split(*inputs, cut)
+    finally:
+        channel.close()
 
 
 def compact(graph: fx.Graph) -> str:

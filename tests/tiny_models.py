@@ -141,6 +141,13 @@ EXPECTED_LAYERS = {
 }
 
 
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own in bf16, which is all that it traces; the library's otherwise."""
+    if weight.dtype is torch.bfloat16:
+        return torch._grouped_mm(rows, weight, offsets)
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, offsets)
+
+
 class PlainMoE(nn.Module):
     """Top-k of a softmax gate, experts in one of two spellings, sum over the choices.
 
@@ -178,10 +185,11 @@ class PlainMoE(nn.Module):
 
     def _grouped(self, rows, ids, weights):
         flat, order = ids.reshape(-1).sort()
-        counts = torch.bincount(flat, minlength=self.up.shape[0])
+        experts = self.up.shape[0]
+        counts = torch.histc(flat.float(), experts, 0, experts - 1)
         offsets = counts.cumsum(0, dtype=torch.int32)
-        inner = torch._grouped_mm(rows[order // self.top_k], self.up, offsets)
-        out = torch._grouped_mm(F.gelu(inner), self.down, offsets)
+        inner = grouped_mm(rows[order // self.top_k], self.up, offsets)
+        out = grouped_mm(F.gelu(inner), self.down, offsets)
         out = out * weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0])
@@ -212,7 +220,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         b, s, h = x.shape
         q, k, v = (
-            part.view(b, s, self.heads, -1).transpose(1, 2)
+            part.view(b, s, self.heads, h // self.heads).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
         )
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
