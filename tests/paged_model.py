@@ -182,7 +182,7 @@ class Batch:
         self.starts = torch.tensor(starts + starts[-1:] * self.pad_requests, dtype=torch.int32)
         lengths = [cached + new for cached, new in self.requests] + [0] * self.pad_requests
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        width = max(needed)
+        width = max(needed) + 1  # As in an engine, where the longest request decides.
         table = [row + [0] * (width - len(row)) for row in self.tables]
         self.block_table = torch.tensor(
             table + [[0] * width] * self.pad_requests, dtype=torch.int32
