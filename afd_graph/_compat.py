@@ -44,6 +44,13 @@ def aot_compile(
     )(gm, example_inputs)
 
 
+def floor_division(expr: Any) -> tuple[Any, Any] | None:
+    """Dividend and divisor of a symbolic floor division; None for any other expression."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return (expr.args[0], expr.args[1]) if isinstance(expr, FloorDiv) else None
+
+
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes its inputs as one list."""
 

@@ -8,12 +8,15 @@ as one opaque symbol.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+
+from afd_graph import _compat
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Size:
                 yield symbol
 
     def __str__(self) -> str:
-        names = [str(symbol) for symbol in self.factors()]
+        names = [f"({s})" if s.is_Add else str(s) for s in self.factors()]
         if self.coefficient != 1 or not names:
             names.insert(0, str(self.coefficient))
         return "*".join(names)
@@ -102,17 +105,38 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def _monomial(expr: sympy.Expr) -> Size:
-    coefficient = 1
-    powers: dict[sympy.Expr, int] = {}
-    for factor in sympy.Mul.make_args(expr):
-        base, power = factor.as_base_exp()
-        if factor.is_Integer:
-            coefficient *= int(factor)
-        elif power.is_Integer and power > 0:
-            powers[base] = powers.get(base, 0) + int(power)
-        else:
-            powers[factor] = powers.get(factor, 0) + 1
-    return Size(coefficient, _ordered(powers))
+    if expr.is_Mul:
+        return product(size_of_expression(factor) for factor in expr.args)
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        return product([size_of_expression(expr.base)] * int(expr.exp))
+    if expr.is_Add:
+        return _sum(expr)
+    division = _compat.floor_division(expr)
+    if division is not None:
+        dividend, divisor = (size_of_expression(part) for part in division)
+        quotient = dividend.divide(divisor)
+        if quotient is not None:
+            return quotient
+    return Size(1, ((expr, 1),))
+
+
+def _sum(expr: sympy.Expr) -> Size:
+    """Common factor times what remains: ``2*s + 2*t`` is ``2 * (s + t)``, one opaque symbol."""
+    terms = [size_of_expression(term) for term in expr.args]
+    common = Size(math.gcd(*(term.coefficient for term in terms)), terms[0].powers)
+    for term in terms[1:]:
+        powers = dict(term.powers)
+        shared = {s: min(power, powers.get(s, 0)) for s, power in common.powers}
+        common = Size(common.coefficient, _ordered({s: p for s, p in shared.items() if p}))
+    if common.is_one:
+        return Size(1, ((expr, 1),))
+    rest = sympy.Add(*(_expression(term.divide(common)) for term in terms))
+    return common * Size(1, ((rest, 1),))
+
+
+def _expression(size: Size | None) -> sympy.Expr:
+    assert size is not None
+    return sympy.Mul(size.coefficient, *size.factors())
 
 
 def _ordered(powers: dict[sympy.Expr, int]) -> tuple[tuple[sympy.Expr, int], ...]:
