@@ -232,6 +232,7 @@ class Pipeline:
                 sizes=result.sizes,
                 group=result.group,
                 local=local,
+                check_values=self.config.check_values,
             )
         cut = _compat.new_size_symbol(graph, CUT, hint=2) if self.cut_is_input else None
         return split_stages(

@@ -70,6 +70,7 @@ def split_paged_stages(
     sizes: PagedSizes,
     group: TensorParallel | None = None,
     local: Collection[fx.Node] = (),
+    check_values: bool = False,
 ) -> fx.Graph:
     """Return the two-stage graph.
 
@@ -79,8 +80,9 @@ def split_paged_stages(
         sizes: symbols for the inputs that are added.
         group: the tensor-parallel group, when ``local`` is given.
         local: staged nodes that run on this rank's rows.
+        check_values: check at run time what the values of the graph promise.
     """
-    return _PagedSplitter(graph, flow, sizes, group, local).run()
+    return _PagedSplitter(graph, flow, sizes, group, local, check_values).run()
 
 
 class _PagedSplitter(Splitter):
@@ -91,8 +93,9 @@ class _PagedSplitter(Splitter):
         sizes: PagedSizes,
         group: TensorParallel | None,
         local: Collection[fx.Node],
+        check_values: bool,
     ) -> None:
-        super().__init__(graph, flow, sizes.cut, 2, group, local)
+        super().__init__(graph, flow, sizes.cut, 2, group, local, check_values)
         self.sizes = sizes
         self.metadata: dict[tuple[str, int], fx.Node] = {}
 
