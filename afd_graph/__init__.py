@@ -19,6 +19,7 @@ from afd_graph.errors import (
     TrainingError,
     UnsupportedError,
 )
+from afd_graph.lowering.ascend.hook import torchair_pre_pass, torchair_pre_pass_for
 from afd_graph.report import Report
 
 __all__ = [
@@ -36,4 +37,6 @@ __all__ = [
     "afd_backend",
     "close_default_backends",
     "report",
+    "torchair_pre_pass",
+    "torchair_pre_pass_for",
 ]

@@ -236,3 +236,12 @@ def is_defined(operator: str) -> bool:
 def has_kernel(operator: str, key: str) -> bool:
     """Whether ``namespace::name`` has a kernel of its own for a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, key))
+
+
+def static_inputs() -> set[int]:
+    """Positions of parameters and buffers among the inputs of the graph that is compiled now."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return set() if metadata is None else set(metadata.static_input_indices or ())

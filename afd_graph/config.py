@@ -28,6 +28,7 @@ OPTIONAL_PASSES = ("normalize", "shard_dispatch", "verify")
 
 LAYOUT_LOG_VARIABLE = "AFD_ASYNC_MOE_LAYOUT_LOG"
 RECEIVED_ROWS_VARIABLE = "BATCH_SIZE_FACTOR"
+HOOK_VARIABLE = "AFD_OPTIONS"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
@@ -194,6 +195,11 @@ class AFDConfig:
             del values[cosmetic]
         text = json.dumps([__version__, values], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def hook_options() -> str:
+    """Options for :func:`afd_graph.torchair_pre_pass`, a JSON object; empty when not set."""
+    return os.environ.get(HOOK_VARIABLE, "")
 
 
 def received_rows_factor() -> float:

@@ -15,8 +15,10 @@ rows that are grouped already: :class:`CamChannel` takes the place of
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.cam_group import CamGroup, comm_args
-from afd_graph.errors import ConnectorError
+from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.lowering.ascend.register import missing_kernel, register
 from afd_graph.routing import has_nan
 from afd_graph.runtime import Channel, Event
@@ -205,7 +207,7 @@ class CamConnector(Connector):
                 remedy="FFN ranks run afd_graph.ffn.cam_experts.CamExperts",
             )
         self.group, self._process_group = joined(
-            self.group, host=host, port=port, buffer_mb=buffer_mb, device=torch.device(device)
+            self.group, host=host, port=port, buffer_mb=buffer_mb, device=device
         )
         self._comm_args = comm_args(device)
         self._spoken: tuple[int, int, int, torch.dtype] | None = None
@@ -317,8 +319,30 @@ class CamConnector(Connector):
             self._process_group = None
 
 
+def group_from_options(options: Mapping[str, Any]) -> CamGroup:
+    """The group that the options of a ``cam`` connector describe, without joining it.
+
+    Raises:
+        ConfigError: options that a group lacks, or no name of a group that exists already.
+    """
+    fields = {field.name for field in dataclasses.fields(CamGroup)}
+    given = {name: value for name, value in options.items() if name in fields}
+    if not given.get("group_name"):
+        raise ConfigError(
+            "connector_options lack group_name, and nobody makes a group here",
+            remedy="make the HCCL group first and pass its name",
+        )
+    try:
+        return CamGroup(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"connector_options={dict(options)!r} do not describe a group: {error}",
+            remedy="see afd_graph.connectors.cam.CamConnector",
+        ) from error
+
+
 def joined(
-    group: CamGroup, *, host: str, port: int, buffer_mb: int, device: torch.device
+    group: CamGroup, *, host: str, port: int, buffer_mb: int, device: str
 ) -> tuple[CamGroup, Any]:
     """``group`` with its operators checked and its HCCL name; and the process group made for it.
 
@@ -326,18 +350,22 @@ def joined(
         ConnectorError: the operators, or torch_npu, are not installed.
     """
     register(group.package)
-    missing = missing_kernel(group.package, device)
+    try:
+        missing = missing_kernel(group.package, torch.device(device))
+    except RuntimeError:
+        raise ConnectorError(
+            f"this process has no device {device!r}",
+            remedy="install CANN and torch_npu, and import torch_npu first",
+        ) from None
     if missing is not None:
         raise ConnectorError(
-            f"operator {missing} has no kernel for {device.type}",
+            f"operator {missing} has no kernel for {device}",
             remedy=f"install and import the package of {group.operators!r}, see docs/ascend.md",
         )
     if group.group_name:
         return group, None
     process_group = _hccl_group(group, host, port, buffer_mb)
     name = process_group.get_hccl_comm_name(group.rank)
-    import dataclasses
-
     return dataclasses.replace(group, group_name=name), process_group
 
 

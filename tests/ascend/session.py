@@ -12,6 +12,7 @@ from typing import Any
 import cam_emulator
 import loader
 import torch
+from ge_graph import GeGraph
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
 from torch._guards import TracingContext, tracing
@@ -57,6 +58,15 @@ class Lowered:
     def ge(self) -> Any:
         """The GE graph, as it would be handed to the device."""
         return self.result.runner.graph._proto
+
+
+def parsed(model: bytes) -> GeGraph:
+    """The graph of a serialized model."""
+    from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
+
+    definition = ModelDef()
+    definition.ParseFromString(model)
+    return GeGraph(definition.graph[0])
 
 
 @dataclass

@@ -196,7 +196,7 @@ class _Rewriter:
             first = next(n for n in self.graph.nodes if n.op != "placeholder")
             with self.graph.inserting_before(first):
                 self.constants[key] = self._call(
-                    aten.zeros.default, shape, dtype=dtype, device=self.device
+                    aten.full.default, shape, 0, dtype=dtype, device=self.device
                 )
         return self.constants[key]
 
