@@ -65,7 +65,7 @@ class CamExperts:
                 remedy=f"FFN ranks count from {group.attention_ranks}",
             )
         self.group, self._process_group = joined(
-            group, host=host, port=port, buffer_mb=buffer_mb, device=torch.device(device)
+            group, host=host, port=port, buffer_mb=buffer_mb, device=device
         )
         self._sizes = {"hidden_size": hidden_size, "top_k": top_k, "num_experts": num_experts}
         self._num_experts = num_experts
