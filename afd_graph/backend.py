@@ -22,11 +22,11 @@ import afd_graph.ops
 import afd_graph.paged_attention  # noqa: F401  (they register operators)
 from afd_graph import _compat
 from afd_graph.attention import keep_attention_whole
+from afd_graph.compiled_graph import CompiledGraph, guarded, without_cut
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector, create_connector
 from afd_graph.dump import GraphDump
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
-from afd_graph.layout import StageLayout
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
 from afd_graph.paged_step import CompiledSizes, PagedStepChooser
@@ -121,7 +121,7 @@ class AFDBackend:
             for node, value in zip(given, example_inputs, strict=True)
             for part in _compat.flat_input(value)
         ]
-        compiled: list[_CompiledGraph] = []
+        compiled: list[CompiledGraph] = []
 
         def compile_aten(aten: fx.GraphModule, _fakes: Sequence[Any]) -> Callable[..., Any]:
             graph = self._compile(aten, inputs)
@@ -131,11 +131,11 @@ class AFDBackend:
         table = decompositions(self.config.lowering, self.config.lowering_options)
         runner = _compat.aot_compile(gm, example_inputs, compile_aten, table)
         moved = compiled[0].moved if compiled else set()
-        return _guarded(
+        return guarded(
             runner, {i: value for i, value in enumerate(example_inputs) if id(value) in moved}
         )
 
-    def _compile(self, gm: fx.GraphModule, inputs: list[_Input]) -> _CompiledGraph:
+    def _compile(self, gm: fx.GraphModule, inputs: list[_Input]) -> CompiledGraph:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         if len(placeholders) != len(inputs):
             raise AFDError(
@@ -200,7 +200,9 @@ class AFDBackend:
         }
         unsplit = lower(self.config.lowering, programs.unsplit, self.config.lowering_options)
         split, chooser = self._two_stages(programs)
-        return _CompiledGraph(self, unsplit, split, chooser, programs.unsplit_reason, moved)
+        return CompiledGraph(
+            self._report, self.channel, unsplit, split, chooser, programs.unsplit_reason, moved
+        )
 
     def _two_stages(
         self, programs: Programs
@@ -230,7 +232,7 @@ class AFDBackend:
         split = lower(config.lowering, gm, config.lowering_options)
         ranks = 1 if programs.group is None else programs.group.size
         chooser = StepChooser(programs.unsplit.graph, flow, config, self._plan, ranks)
-        return split if self._cut_is_input else _without_cut(split), chooser
+        return split if self._cut_is_input else without_cut(split), chooser
 
     @contextlib.contextmanager
     def step_metadata(self, metadata: AttentionMetadata) -> Iterator[None]:
@@ -328,77 +330,6 @@ class _LayerRegistry:
             self._numbers[key] = len(self._numbers)
             self._alive.append(weights)
         return self._numbers[key]
-
-
-class _CompiledGraph:
-    """Both variants of one graph, and the choice between them."""
-
-    def __init__(
-        self,
-        backend: AFDBackend,
-        unsplit: Callable[[Sequence[Any]], Any],
-        split: Callable[[Sequence[Any]], Any] | None,
-        chooser: StepChooser | PagedStepChooser | None,
-        unsplit_reason: str | None,
-        moved: set[int],
-    ) -> None:
-        self._report = backend.report()
-        self._channel = backend.channel
-        self._unsplit = unsplit
-        self._split = split
-        self._chooser = chooser
-        self._unsplit_reason = unsplit_reason or ""
-        self.moved = moved  # ids of the weights that the FFN side took
-
-    def run(self, inputs: list[Any]) -> Any:
-        chosen = self._unsplit_reason if self._chooser is None else self._chooser.choose(inputs)
-        try:
-            self._channel.stage_lines = ()
-            if isinstance(chosen, str):
-                outputs = self._unsplit(inputs)
-                self._report.steps_unsplit[chosen] += 1
-            else:
-                assert self._split is not None
-                if self._channel.layout_log:
-                    self._describe_stages()
-                outputs = self._split([*inputs, *chosen])
-                self._report.steps_split += 1
-        except BaseException:
-            self._channel.abandon()
-            raise
-        return outputs
-
-
-    def _describe_stages(self) -> None:
-        assert self._chooser is not None
-        plan = self._chooser.last_plan
-        if plan is None:
-            return
-        size, rank = self._channel.tensor_parallel
-        parent = -(-plan.num_tokens // size) * size
-        layout = StageLayout(plan, parent, size, rank, plan.sequence_parallel)
-        self._channel.stage_lines = [layout.diagnostic(s) for s in range(len(plan.stages))]
-
-
-def _without_cut(program: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
-    return lambda inputs: program(inputs[:-1])
-
-
-def _guarded(runner: Callable[..., Any], experts: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
-    """Refuse a step whose expert weights are not the ones that the FFN side holds."""
-    bound = tuple(experts.items())
-
-    def run(*inputs: Any) -> Any:
-        for position, weight in bound:
-            if inputs[position] is not weight:
-                raise ConnectorError(
-                    "an expert weight was replaced after the model was compiled",
-                    remedy="load weights before the first call, or compile again with a new "
-                    "backend after torch.compiler.reset()",
-                )
-        return runner(*inputs)
-
-    return run
 
 
 def _root(node: fx.Node) -> fx.Node:
