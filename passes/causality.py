@@ -218,7 +218,8 @@ def _prove(node: Any, offset: Offset) -> Verdict:
         return _prove(node.args[0], offset)
     if target in (_AND if _dtype_kind(node) is bool else _ADD) and alike:
         verdicts = [_prove(n, offset) for n in alike]
-        return next((verdict for verdict in verdicts if verdict.causal), verdicts[-1])
+        reasons = "; ".join(verdict.reason for verdict in verdicts)
+        return next((v for v in verdicts if v.causal), Verdict(False, reasons))
     if target in (aten.le.Tensor, aten.lt.Tensor):
         return _compare(node, node.args[0], node.args[1], target is aten.lt.Tensor, offset)
     if target in (aten.ge.Tensor, aten.gt.Tensor):
@@ -255,7 +256,11 @@ def _within(node: fx.Node, reach: Offset, offset: Offset) -> Verdict:
     missing = list((Counter(reach.terms) - Counter(offset.terms)).elements())
     extra = list((Counter(offset.terms) - Counter(reach.terms)).elements())
     surplus = sympy.expand(reach.constant - offset.constant)
-    if len(missing) != len(extra) or not (surplus.is_Integer and surplus <= 0):
+    if offset.terms and not reach.terms and reach.constant.is_nonpositive:
+        # Positions in a cache are never negative: wherever the step's keys begin, none of a later
+        # query lies at or before one's own index.
+        return Verdict(True)
+    if len(missing) != len(extra) or not surplus.is_nonpositive:
         return Verdict(
             False,
             f"{node.name} lets a query see {reach.constant} keys beyond its own index, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -185,6 +186,29 @@ def test_an_offset_that_is_an_input_must_be_the_same_input_or_be_checked():
     assert differs.equal_inputs == ((mine, other),)
     assert not prove_causal(result, Offset(sympy.Integer(-1), (mine,))).causal
     assert not prove_causal(result, Offset(sympy.Integer(7))).causal
+
+
+def test_a_prompt_that_sees_only_itself_is_causal_wherever_it_is_written():
+    """A fresh static cache counts its tokens in a tensor; the prompt's mask takes them as none."""
+
+    def mask(shift: int, written_at: torch.Tensor) -> torch.Tensor:
+        queries = torch.arange(QUERIES) + shift
+        return torch.arange(KEYS)[None, None, None, :] <= queries[None, None, :, None]
+
+    for shift, causal in ((0, True), (-1, True), (1, False)):
+        traced = make_fx(functools.partial(mask, shift), tracing_mode="fake")
+        gm = traced(torch.tensor(0))
+        written_at = next(node for node in gm.graph.nodes if node.op == "placeholder")
+        result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+        offset = Offset(sympy.Integer(0), (written_at,))
+        assert prove_causal(result, offset).causal is causal
+
+
+def test_all_reasons_are_told():
+    build = ("and", ("everything",), ("le", False, "plain", "plain", 0, 3))
+    verdict, _ = proof(lambda: evaluate(build), 1)
+    assert "does not show that the mask is causal; " in verdict.reason
+    assert "lets a query see 3 keys beyond its own index, 1 are known" in verdict.reason
 
 
 def test_a_mask_from_outside_is_named():
