@@ -9,9 +9,9 @@ import os
 # Before torch is imported: threads that a test starts take their number from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402
+import pytest
+import torch
+import torch._dynamo
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 # pytest listens to every logger that does not propagate; torch then prints every graph for it.
