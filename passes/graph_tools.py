@@ -32,6 +32,15 @@ def descendants(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) ->
     return _closure(nodes, lambda node: list(node.users), within)
 
 
+def between(first: fx.Node, last: fx.Node) -> set[fx.Node]:
+    """All nodes on a way from ``first`` to ``last``, both included.
+
+    Looks at nothing in front of ``first``, so that asking this of every layer stays linear.
+    """
+    behind = _closure([last], lambda n: [s for s in n.all_input_nodes if not s < first], None)
+    return descendants([first], within=behind)
+
+
 def _closure(nodes, neighbours, within):  # type: ignore[no-untyped-def]
     found: set[fx.Node] = set()
     stack = list(nodes)

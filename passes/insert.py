@@ -24,7 +24,7 @@ from torch import fx
 
 from afd_graph.errors import PassError, UnsupportedError
 from afd_graph.ffn.program import Expression, FFNProgram
-from afd_graph.passes.graph_tools import ancestors, descendants, input_node, source_line
+from afd_graph.passes.graph_tools import between, input_node, source_line
 from afd_graph.passes.match import Match, SharedExperts
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def _routed_program(match: Match, weight_of: WeightLookup) -> Expression:
     carver.env[match.rows] = rows
     products = {product.output: product for product in match.products}
     skipped = {node for product in match.products for node in product.interior}
-    inside = descendants([match.rows]) & ancestors([match.result])
+    inside = between(match.rows, match.result)
     for node in match.result.graph.nodes:
         if node not in inside or node in skipped or node is match.rows:
             continue
@@ -153,7 +153,7 @@ def _shared_program(match: Match, shared: SharedExperts, weight_of: WeightLookup
     """``shared(rows [n, hidden])``: the dense part re-rooted on two-dimensional rows."""
     carver = _Carver(("rows",), weight_of, match)
     rows = carver.inputs[0]
-    inside = descendants([shared.hidden]) & ancestors([shared.output])
+    inside = between(shared.hidden, shared.output)
     carver.env[shared.hidden] = rows
     for node in shared.output.graph.nodes:
         if node not in inside or node is shared.hidden:

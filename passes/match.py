@@ -28,8 +28,7 @@ from torch import fx
 
 from afd_graph.passes.flow_rules import FlowContext, Refusal, is_tensor, rule_for
 from afd_graph.passes.graph_tools import (
-    ancestors,
-    descendants,
+    between,
     input_node,
     module_path,
     source_line,
@@ -231,7 +230,7 @@ def _rows_source(rows: fx.Node, ids: fx.Node, top_k: int) -> fx.Node:
 def _check_row_wise(rows: fx.Node, result: fx.Node, products: list[ExpertProduct]) -> None:
     """Between first and last product every row must be computed from its own row alone."""
     by_output = {product.output: product for product in products}
-    inside = descendants([rows]) & ancestors([result])
+    inside = between(rows, result)
     axis = Axis(shape_of(rows.meta["val"])[0])
     layouts: dict[fx.Node, Layout | tuple[Layout, ...]] = {rows: {0: TokenDim(axis)}}
     skipped = {node for product in products for node in product.interior}
@@ -336,7 +335,7 @@ def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
         if not is_tensor(other) or other in below:
             continue
         assert isinstance(other, fx.Node)
-        inside = descendants([top]) & ancestors([other])
+        inside = between(top, other)
         if top not in inside or output in inside or other is top:
             continue
         # A gate on the shared experts is a product too, but not one that gives hidden rows.
