@@ -72,7 +72,7 @@ class Compiled:
         self._cut: int | str = UNSPLIT
         config = AFDConfig(**options)
         self.backend = AFDBackend(config, plan=lambda extent, tokens: self._cut)
-        self._model = torch.compile(model, backend=self.backend, fullgraph=True, dynamic=True)
+        self._model = torch.compile(model, backend=self.backend, fullgraph=True)
 
     def __call__(self, ids: torch.Tensor, *, split: bool) -> torch.Tensor:
         """Logits of ``ids [1, n]``."""

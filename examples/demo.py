@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
     asked: list[int | str] = [NOT_SPLIT]
     config = AFDConfig(connector="process", connector_options={"threads": 1, "cpus": theirs})
     with AFDBackend(config, plan=lambda extent, tokens: asked[0]) as backend, on_cores(ours):
-        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
 
         def step(steps: Steps, cut: int | str) -> None:
             asked[0] = cut
@@ -314,7 +314,9 @@ def print_differences(judge: torch.Tensor, eager: Steps, unsplit: Steps, split: 
 
 
 def print_times(eager_one: Steps, eager_both: Steps, unsplit: Steps, split: Steps) -> None:
-    print(f"\nmedian of {len(split.seconds)} steps, fastest       time     fastest  two stages are")
+    print(
+        f"\nmedian of {len(split.seconds)} steps, fastest        time     fastest  two stages are"
+    )
     rows = (
         ("eager, one core", eager_one),
         ("eager, both cores", eager_both),
@@ -324,7 +326,7 @@ def print_times(eager_one: Steps, eager_both: Steps, unsplit: Steps, split: Step
     for name, steps in rows:
         ratio = steps.median_s / split.median_s
         print(
-            f"  {name:<31} {steps.median_s:7.3f} s {min(steps.seconds):7.3f} s "
+            f"  {name:<31} {steps.median_s * 1e3:8.1f} ms {min(steps.seconds) * 1e3:8.1f} ms "
             f"{ratio:6.2f} times as fast"
         )
 
@@ -338,12 +340,11 @@ def print_model(backend: AFDBackend, unsplit: Efficiency, split: Efficiency) -> 
             f"  {name:<10} a {a}, f {f}, c {c}, d {d} ms per MoE layer and stage; "
             f"attention busy {result.busy('attention'):.0%}, experts {result.busy('ffn'):.0%}"
         )
-    form = closed_form(layers, split.costs, order, unsplit=unsplit.costs)
+    form = closed_form(layers, split.costs, order)
     print(
-        f"  {layers} MoE layers alone: {form.unsplit_s:.3f} s unsplit, {form.split_s:.3f} s in two "
-        f"stages ({form.regime})\n"
-        f"  with what lies around them: at least {split.bound_s:.3f} s; measured "
-        f"{split.wall_s:.3f} s, {split.of_bound:.1%} of the bound"
+        f"  {layers} MoE layers alone: at least {form.split_s * 1e3:.1f} ms ({form.regime})\n"
+        f"  with what lies around them: at least {split.bound_s * 1e3:.1f} ms; measured "
+        f"{split.wall_s * 1e3:.1f} ms, {split.of_bound:.1%} of the bound"
     )
 
 
