@@ -134,6 +134,51 @@ def fake_mode_of(graph: fx.Graph) -> Any:
     return detect_fake_mode([v for v in values if v is not None])
 
 
+def learn_equal_sizes(graph: fx.Graph) -> int:
+    """Let symbolic shapes use what their guards imply: ``a == b`` from ``a + s == b + s``.
+
+    The caches of all layers hold equally many tokens, but each has a symbol of its own. That they
+    are combined is guarded; PyTorch keeps such guards and goes on with two symbols.
+
+    Returns:
+        How many pairs of graph inputs' sizes became one symbol.
+    """
+    mode = fake_mode_of(graph)
+    env = None if mode is None else mode.shape_env
+    if env is None:
+        return 0
+    known: set[Any] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        known.update(size.node.expr for size in sizes if isinstance(size, torch.SymInt))
+    learnt = 0
+    for guard in list(env.guards):
+        pair = _implied_equality(env, env.replace(guard.expr))
+        if pair is not None and known.issuperset(pair):
+            env._set_replacement(pair[1], pair[0], "equal by a guard on a sum")
+            learnt += 1
+    return learnt
+
+
+def _implied_equality(env: Any, condition: Any) -> tuple[Any, Any] | None:
+    """The two symbols that a condition makes equal, if that is what it says."""
+
+    possible = [
+        option
+        for option in sympy.Or.make_args(condition)
+        if env._maybe_evaluate_static(option) is not sympy.false
+    ]
+    if len(possible) != 1 or not isinstance(possible[0], sympy.Eq):
+        return None
+    difference = sympy.expand(possible[0].lhs - possible[0].rhs)
+    symbols = sorted(difference.free_symbols, key=str)
+    if len(symbols) != 2:
+        return None
+    a, b = symbols
+    return (a, b) if difference in (a - b, b - a) else None
+
+
 def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:
     """A fresh symbolic size that takes the value of an extra graph input."""
     from torch._dynamo.source import ConstantSource

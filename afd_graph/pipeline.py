@@ -138,8 +138,9 @@ class Pipeline:
         graph = gm.graph
         result = Programs(gm, nodes_before=len(graph.nodes))
         if "normalize" not in self.config.disabled_passes:
-            with self._pass("normalize", graph, result):
-                result.edits["normalize"] = normalize(graph)
+            result.edits["equal_sizes"] = _compat.learn_equal_sizes(graph)
+        with self._pass("normalize", graph, result):
+            result.edits["normalize"] = normalize(graph)
         with self._pass("kv_writes", graph, result):
             result.edits["kv_writes"] = write_in_place(graph)
         with self._pass("match", graph, result):
