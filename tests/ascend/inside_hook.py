@@ -17,12 +17,12 @@ import pytest
 import session
 import torch
 from ge_graph import GeGraph, faults
-from tiny_models import VOCABULARY, deepseek_v2
 
 import afd_graph
 import afd_graph.lowering.ascend.hook as hook_module
 from afd_graph import AFDConfig
 from afd_graph.errors import ConfigError
+from tiny_models import VOCABULARY, deepseek_v2
 
 warnings.filterwarnings("ignore")
 torchair = session.start()
