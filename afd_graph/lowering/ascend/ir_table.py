@@ -128,7 +128,8 @@ def _received_all(**given: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _attributes(*names: str) -> tuple[tuple[str | None, str], ...]:
-    return ((None, "magic"), *(tuple(n.split("=")) for n in names))  # type: ignore[misc]
+    pairs = (name.partition("=") for name in names)
+    return ((None, "magic"), *((argument, attribute) for argument, _, attribute in pairs))
 
 
 _UMDK_SIZES = "int hidden_size, int topk, int expert_rank_size, int attention_rank_size, int expert_per_rank, int rank, int world_size"  # noqa: E501

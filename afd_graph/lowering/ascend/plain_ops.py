@@ -109,6 +109,7 @@ def _masked(emit: _Emitter, scores: fx.Node, mask: fx.Node, dtype: torch.dtype) 
 def _causal(emit: _Emitter, query: fx.Node, key: fx.Node) -> fx.Node:
     queries, keys = emit.size(query, 2), emit.size(key, 2)
     device = query.meta["val"].device
+    before: int | fx.Node
     if isinstance(queries, int) and isinstance(keys, int):
         before = keys - queries
     else:
