@@ -12,11 +12,12 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import re
 import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,74 @@ class _Native(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None: ...
 
 
+@contextlib.contextmanager
+def _overloads_of_older_pytorch() -> Iterator[None]:
+    """torchair registers converters by overload, file by file, and skips a file that fails.
+
+    Older versions name overloads for named tensors, which this PyTorch no longer has: without
+    them, files as common as ``cat`` and ``full`` would be skipped.
+    """
+    from torch._ops import OpOverloadPacket
+
+    original = OpOverloadPacket.__getattr__
+
+    def getattr_(self: Any, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return lambda *_arguments, **_options: None
+
+    OpOverloadPacket.__getattr__ = getattr_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OpOverloadPacket.__getattr__ = original  # type: ignore[method-assign]
+
+
 def load(version: str | None = None) -> Any:
     """Import torchair; the process keeps this version and its patches of PyTorch."""
     version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
     sys.meta_path.insert(0, _Native())
     sys.path.insert(0, str(unpacked(version)))
-    return importlib.import_module("torchair")
+    with _overloads_of_older_pytorch():
+        return importlib.import_module("torchair")
+
+
+def define_npu_operators(version: str | None = None) -> None:
+    """Operators of torch_npu that the graphs call: schema from the wheel, shapes from here.
+
+    Their converters ask a module ``torch_npu`` for versions, so a stand-in answers to that name.
+    """
+    import torch
+
+    version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
+    with zipfile.ZipFile(wheel(version)) as archive:
+        binary = archive.read("torch_npu/lib/libtorch_npu.so")
+    pattern = rb"\x00(?:npu::)?(npu_grouped_matmul(?:\.List)?\([ -~]*\) -> [ -~]*)\x00"
+    library = torch.library.Library("npu", "FRAGMENT")
+    for schema in sorted(set(re.findall(pattern, binary))):
+        library.define(schema.decode())
+    torch.library.register_fake(
+        "npu::npu_grouped_matmul",
+        lambda x, weight, **_: [x[0].new_empty((x[0].shape[0], weight[0].shape[2]))],
+        lib=library,
+    )
+    _kept.append(library)
+    importlib.reload(
+        importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom.grouped_matmul")
+    )
+    module: Any = types.ModuleType("torch_npu")
+    module.npu = types.ModuleType("torch_npu.npu")
+    module.npu.utils = types.ModuleType("torch_npu.npu.utils")
+    module.npu.utils._is_gte_cann_version = lambda *_: True
+    module.npu._get_deterministic_level = module.npu.current_device = lambda *_: 0
+    module.npu.matmul = types.SimpleNamespace(allow_hf32=False)
+    module.npu.conv = types.SimpleNamespace(allow_hf32=True)
+    module.npu.get_device_name = module.get_device_name = lambda *_: "Ascend910_9391"
+    for part in (module, module.npu, module.npu.utils):
+        sys.modules[part.__name__] = part
+
+
+_kept: list[Any] = []

@@ -38,14 +38,14 @@ class Crossing:
         kind: ``dispatch`` or ``receive``.
         layer: MoE layer, as the operator carries it.
         stage: token stage.
-        dispatch: of a receive, the dispatch that it answers.
+        result: a tensor that it makes, when the operator makes several.
     """
 
     node: fx.Node
     kind: str
     layer: int
     stage: int
-    dispatch: fx.Node | None = None
+    result: fx.Node | None = None
 
 
 def exchange_in_graph(
@@ -70,7 +70,6 @@ def exchange_in_graph(
 class _Rows:
     """The dispatched rows of one (layer, stage), for its receive."""
 
-    send: fx.Node
     ids: fx.Node
     rows: int
     tokens: fx.Node | None
@@ -134,7 +133,7 @@ class _Rewriter:
         arguments = self.group.arguments(send, tensors, rows=rows, layer=layer, **sizes)
         new = self._call(send.overload, *arguments)
         new.meta["afd_stage"] = stage
-        self.sent[node] = _Rows(new, ids, rows, tokens)
+        self.sent[node] = _Rows(ids, rows, tokens)
         self.crossings.append(Crossing(new, "dispatch", layer, stage))
 
     def _receive(self, node: fx.Node) -> fx.Node:
@@ -159,7 +158,7 @@ class _Rewriter:
         arguments = self.group.arguments(receive, tensors, rows=sent.rows, **sizes)
         new = self._call(receive.overload, *arguments)
         new.meta["afd_stage"] = stage
-        self.crossings.append(Crossing(new, "receive", layer, stage, sent.send))
+        self.crossings.append(Crossing(new, "receive", layer, stage))
         if sent.tokens is None:
             return new
         return self._call(aten.slice.Tensor, new, 0, 0, sent.tokens)

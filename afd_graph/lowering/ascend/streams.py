@@ -59,7 +59,7 @@ class _Writer:
         with self.graph.inserting_before(crossing.node):
             self._enter(crossing)
             if before is not None:
-                self._call(self.air.wait.default, [before.node])
+                self._call(self.air.wait.default, [before.result or before.node])
         with self.graph.inserting_after(crossing.node):
             self._call(self.scopes.scope_exit.default)
 
