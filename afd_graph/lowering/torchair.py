@@ -22,12 +22,9 @@ from afd_graph.lowering.ascend.converters import register_converters
 from afd_graph.lowering.ascend.exchange import exchange_in_graph
 from afd_graph.lowering.ascend.plain_ops import lower_to_plain_ops
 from afd_graph.lowering.ascend.register import register
-from afd_graph.lowering.ascend.streams import put_on_stream
+from afd_graph.lowering.ascend.streams import put_on_stream, route_of
 from afd_graph.passes.token_flow import DISPATCH
 from afd_graph.runtime import Channel, channel
-
-MODES = {"max-autotune": "ge", "reduce-overhead": "aclgraph", "npugraph_ex": "npugraph_ex"}
-"""From the mode of the compiler's configuration to the route of the streams."""
 
 
 def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
@@ -46,7 +43,7 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
     prepared = fx.GraphModule(gm, _copied(gm.graph))
     used = _channel_of(prepared.graph)
     if used is not None:
-        prepare(prepared.graph, _group_of(used), used.num_experts.__getitem__, config.mode.value)
+        prepare(prepared.graph, _group_of(used), used.num_experts.__getitem__, route_of(config))
     else:
         lower_to_plain_ops(prepared.graph)
     prepared.recompile()
@@ -59,15 +56,15 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
     return run
 
 
-def prepare(graph: fx.Graph, group: CamGroup, num_experts: Any, mode: str) -> None:
+def prepare(graph: fx.Graph, group: CamGroup, num_experts: Any, route: str) -> None:
     """Steps 1 to 3, in place."""
-    if mode == "max-autotune":
+    if route == "ge":
         register_converters(group.package)
     else:
         register(group.package)
     crossings = exchange_in_graph(graph, group, num_experts)
     lower_to_plain_ops(graph)
-    put_on_stream(graph, crossings, MODES[mode])
+    put_on_stream(graph, crossings, route)
     graph.lint()
 
 

@@ -116,7 +116,7 @@ def test_eager_run_of_the_lowered_graph_equals_the_model(operators):
     network = model("grouped_mm", torch.float32)
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
-    world = cam_emulator.World(1, 2)
+    world = cam_emulator.World(1, 2, patience_s=300)  # of compilation too
     torch._dynamo.reset()
     with session.any_dtype():
         compiler = session.backend(

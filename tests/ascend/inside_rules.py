@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import session
-import torch
 from ge_graph import GeGraph, faults
 
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.lowering.torchair import prepare
-from afd_graph.passes.schedule import schedule
 
 warnings.filterwarnings("ignore")
 torchair = session.start()
-afd, aten = torch.ops.afd, torch.ops.aten
-LAYERS, ROWS, WIDTH = 2, 8, 16
-
-
-def _two_stages() -> torch.fx.GraphModule:
-    """Two stages of two layers; "attention" is one matrix product."""
-    graph = torch.fx.Graph()
-    shapes = {"stage_0": (ROWS, WIDTH), "stage_1": (ROWS, WIDTH), "weight": (WIDTH, WIDTH)}
-    mode = torch._subclasses.FakeTensorMode()
-    inputs = {}
-    for name, shape in shapes.items():
-        inputs[name] = graph.placeholder(name)
-        with mode:
-            inputs[name].meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
-
-    def call(stage: int, target: Any, *arguments: Any) -> torch.fx.Node:
-        node = graph.call_function(target, arguments)
-        node.meta["afd_stage"] = stage
-        return node
-
-    hidden = [inputs["stage_0"], inputs["stage_1"]]
-    for layer in range(LAYERS):
-        for stage in (0, 1):
-            rows = call(stage, aten.mm.default, hidden[stage], inputs["weight"])
-            weights, ids = (
-                call(stage, operator.getitem, call(stage, aten.topk.default, rows, 2), i)
-                for i in (0, 1)
-            )
-            handle = call(stage, afd.cam_dispatch.default, rows, ids, layer, stage, "none")
-            hidden[stage] = call(
-                stage, afd.cam_receive.default, handle, rows, weights, layer, stage, "none"
-            )
-    graph.output((call(0, aten.cat.default, hidden, 0),))
-    schedule(graph, credits=1, num_stages=2)
-    return torch.fx.GraphModule(torch.nn.Module(), graph)
 
 
 @pytest.fixture(scope="module")
 def good() -> Any:
-    gm = _two_stages()
+    gm = session.two_stages()
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     group = CamGroup(1, 1, 0, 64, group_name="group")
-    prepare(gm.graph, group, lambda layer: 8, "max-autotune")
+    prepare(gm.graph, group, lambda layer: 8, "ge")
     gm.recompile()
     program = session.Lowered(gm, inputs, None)
     program.result = program.compile_again(torchair, torchair.CompilerConfig())

@@ -192,10 +192,7 @@ def load(version: str | None = None) -> Any:
 
 
 def define_npu_operators(version: str | None = None) -> None:
-    """Operators of torch_npu that the graphs call: schema from the wheel, shapes from here.
-
-    Their converters ask a module ``torch_npu`` for versions, so a stand-in answers to that name.
-    """
+    """Operators of torch_npu that the graphs call: schema from the wheel, shapes from here."""
     import torch
 
     version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
@@ -214,6 +211,16 @@ def define_npu_operators(version: str | None = None) -> None:
     importlib.reload(
         importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom.grouped_matmul")
     )
+    stand_in_torch_npu()
+
+
+def stand_in_torch_npu() -> None:
+    """A module ``torch_npu`` that answers what torchair asks while it compiles, and ``torch.npu``.
+
+    Its presence makes torchair take the paths that it takes on a device.
+    """
+    import torch
+
     module: Any = types.ModuleType("torch_npu")
     module.npu = types.ModuleType("torch_npu.npu")
     module.npu.utils = types.ModuleType("torch_npu.npu.utils")
@@ -224,6 +231,25 @@ def define_npu_operators(version: str | None = None) -> None:
     module.npu.get_device_name = module.get_device_name = lambda *_: "Ascend910_9391"
     for part in (module, module.npu, module.npu.utils):
         sys.modules[part.__name__] = part
+    module.npu.Stream = _Event
+    torch.npu = _Npu()  # type: ignore[attr-defined]
+
+
+class _Event:
+    def record(self, *_arguments: Any) -> None: ...
+
+    def wait(self, *_arguments: Any) -> None: ...
+
+
+class _Npu:
+    """Every function answers zeros; events and streams exist."""
+
+    Event = ExternalEvent = Stream = _Event
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_arguments, **_options: (0, 0)
 
 
 _kept: list[Any] = []

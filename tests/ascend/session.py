@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.ffn.cam_experts import CamExperts
 from afd_graph.lowering.ascend import ir_table
 from afd_graph.lowering.ascend.ir_table import PACKAGES
+from afd_graph.passes.schedule import schedule
 
 MAX_TOKENS = 64
 
@@ -32,12 +34,12 @@ def start() -> Any:
     cam_emulator.install()
     ir_table.MAX_ROWS = 1024  # type: ignore[misc]
     for package in PACKAGES.values():
-        for operator in package.operators:
+        for entry in package.operators:
             loader.native.declare(
-                operator.ge_type,
-                [ir for _, ir in operator.inputs],
-                operator.outputs,
-                [(ir, "VT_INT") for _, ir in operator.attributes],
+                entry.ge_type,
+                [ir for _, ir in entry.inputs],
+                entry.outputs,
+                [(ir, "VT_INT") for _, ir in entry.attributes],
             )
     return torchair
 
@@ -178,3 +180,40 @@ def any_dtype() -> Iterator[None]:
         yield
     finally:
         PACKAGES.update(before)
+
+
+afd, aten = torch.ops.afd, torch.ops.aten
+_LAYERS, _ROWS, _WIDTH = 2, 8, 16
+
+
+def two_stages() -> fx.GraphModule:
+    """Two stages of two layers; "attention" is one matrix product."""
+    graph = fx.Graph()
+    shapes = {"stage_0": (_ROWS, _WIDTH), "stage_1": (_ROWS, _WIDTH), "weight": (_WIDTH, _WIDTH)}
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = {}
+    for name, shape in shapes.items():
+        inputs[name] = graph.placeholder(name)
+        with mode:
+            inputs[name].meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+
+    def call(stage: int, target: Any, *arguments: Any) -> fx.Node:
+        node = graph.call_function(target, arguments)
+        node.meta["afd_stage"] = stage
+        return node
+
+    hidden = [inputs["stage_0"], inputs["stage_1"]]
+    for layer in range(_LAYERS):
+        for stage in (0, 1):
+            rows = call(stage, aten.mm.default, hidden[stage], inputs["weight"])
+            weights, ids = (
+                call(stage, operator.getitem, call(stage, aten.topk.default, rows, 2), i)
+                for i in (0, 1)
+            )
+            handle = call(stage, afd.cam_dispatch.default, rows, ids, layer, stage, "none")
+            hidden[stage] = call(
+                stage, afd.cam_receive.default, handle, rows, weights, layer, stage, "none"
+            )
+    graph.output((call(0, aten.cat.default, hidden, 0),))
+    schedule(graph, credits=1, num_stages=2)
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -28,6 +28,7 @@ from afd_graph.config import AFDConfig, hook_options
 from afd_graph.connectors.cam import group_from_options
 from afd_graph.errors import ConfigError
 from afd_graph.lowering.ascend.ir_table import PACKAGES
+from afd_graph.lowering.ascend.streams import route_of
 from afd_graph.passes.recover_attention import recover_attention
 from afd_graph.passes.sizes import product, shape_of
 from afd_graph.passes.token_flow import DISPATCH
@@ -111,7 +112,7 @@ def run_pre_pass(gm: fx.GraphModule, config: Any, key: str) -> None:
         return
     chosen, why = _chosen(programs, ours)
     experts = {program.layer: program.num_experts for program in programs.ffn}
-    prepare(chosen.graph, group, experts.__getitem__, config.mode.value)
+    prepare(chosen.graph, group, experts.__getitem__, route_of(config))
     gm.graph = chosen.graph
     gm.recompile()
     log.info("%d MoE layers in a torchair graph: %s", len(experts), why)

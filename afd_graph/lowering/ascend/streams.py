@@ -14,6 +14,7 @@ else waits: the attention of the other stage may run while the rows are away.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,14 @@ LABEL = "afd_comm"
 ROUTES = ("ge", "aclgraph", "npugraph_ex")
 
 
+def route_of(config: Any) -> str:
+    """The route of a compiler configuration of torchair or of npugraph_ex."""
+    package = type(config).__module__.split(".")[0]
+    if package == "npugraph_ex":
+        return package
+    return "ge" if config.mode.value == "max-autotune" else "aclgraph"
+
+
 def put_on_stream(graph: fx.Graph, crossings: Sequence[Crossing], route: str) -> int:
     """Insert scopes, records and waits in place; returns how many nodes.
 
@@ -36,6 +45,9 @@ def put_on_stream(graph: fx.Graph, crossings: Sequence[Crossing], route: str) ->
         crossings: its communication, in order.
         route: one of :data:`ROUTES`.
     """
+    if route != "ge":
+        package = "npugraph_ex" if route == "npugraph_ex" else "torchair"
+        importlib.import_module(f"{package}.ops._tagged_event")  # registers what is used below
     writer = _Writer(graph, route)
     before: Crossing | None = None
     for crossing in crossings:
@@ -76,7 +88,13 @@ class _Writer:
         with self.graph.inserting_after(crossing.node):
             done = self._call(self.air.record.default)
         with self.graph.inserting_after(done):
-            self._call(self.scopes.scope_exit.default)
+            leave = self._call(self.scopes.scope_exit.default)
+        with self.graph.inserting_before(leave):
+            # Else their memory is given to the main stream while this one still reads it. Nobody
+            # reads the constants.
+            for tensor in crossing.node.all_input_nodes:
+                if tensor.target is not torch.ops.aten.full.default:
+                    self._call(self.scopes.record_tagged_stream.default, tensor, LABEL)
         if readers:
             position = {node: i for i, node in enumerate(self.graph.nodes)}
             first = min(readers, key=position.__getitem__)
