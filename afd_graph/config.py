@@ -6,7 +6,6 @@ This is the only module that reads the environment.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -18,6 +17,15 @@ from typing import Any
 from afd_graph._version import __version__
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
+from afd_graph.validation import (
+    check_choice,
+    check_integer,
+    check_known_keys,
+    check_mapping,
+    check_num_stages,
+    normalise_split,
+    parse_bool,
+)
 
 SPLITS = ("none", "token", "request", "cost", "auto")
 LOWERINGS = ("eager", "inductor", "torchair")
@@ -92,10 +100,10 @@ class AFDConfig:
     dump_dir: str | None = None
 
     def __post_init__(self) -> None:
-        _choice("split", self.split, SPLITS)
-        _choice("lowering", self.lowering, LOWERINGS)
-        _choice("shared_experts", self.shared_experts, SHARED_EXPERTS)
-        _choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        object.__setattr__(self, "split", normalise_split(self.split, policies=SPLITS))
+        check_choice("lowering", self.lowering, LOWERINGS)
+        check_choice("shared_experts", self.shared_experts, SHARED_EXPERTS)
+        check_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         if self.costs is None and self.split in ("cost", "auto"):
             raise ConfigError(
                 f"split={self.split!r} needs costs, and there is no default that fits a machine",
@@ -111,33 +119,23 @@ class AFDConfig:
                 f"costs.context_lens={self.costs.context_lens!r} belongs to one step",
                 remedy="leave it None; the context lengths of each step are filled in",
             )
-        if self.num_stages != 2:
-            raise ConfigError(
-                f"num_stages={self.num_stages!r} is not supported",
-                remedy="set num_stages=2; a step is cut in exactly two stages",
-            )
-        _integer("min_split_tokens", self.min_split_tokens, least=2)
+        check_num_stages(self.num_stages)
+        check_integer("min_split_tokens", self.min_split_tokens, least=2)
         if self.credits is not None:
-            _integer("credits", self.credits, least=1)
+            check_integer("credits", self.credits, least=1)
         if not isinstance(self.connector, str) or not self.connector:
             raise ConfigError(
                 f"connector={self.connector!r} is not a name",
                 remedy="name a registered connector such as 'local' or 'process'",
             )
         for name in ("connector_options", "lowering_options"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not a mapping",
-                    remedy=f"pass a dict of the {name.removesuffix('_options')}'s own options",
-                )
+            options = check_mapping(name, getattr(self, name))
+            object.__setattr__(self, name, MappingProxyType(dict(options)))
         for name in (
             *("sequence_parallel", "assume_causal", "exact"),
             *("check_answers", "check_values", "layout_log"),
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not a bool", remedy="use True or False"
-                )
+            object.__setattr__(self, name, parse_bool(name, getattr(self, name)))
         if self.exact and (self.lowering != "eager" or self.sequence_parallel):
             what = (
                 f"lowering={self.lowering!r} chooses kernels by shape"
@@ -156,11 +154,9 @@ class AFDConfig:
             )
         if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
             raise ConfigError(f"dump_dir={self.dump_dir!r} is not a path", remedy="pass a path")
-        for name in ("connector_options", "lowering_options"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "disabled_passes", tuple(self.disabled_passes))
         for name in self.disabled_passes:
-            _choice("disabled_passes", name, OPTIONAL_PASSES)
+            check_choice("disabled_passes", name, OPTIONAL_PASSES)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None) -> AFDConfig:
@@ -169,18 +165,9 @@ class AFDConfig:
         Raises:
             ConfigError: an unknown key (the message names the nearest known one) or a bad value.
         """
-        values = dict(_from_environment())
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key, value in (options or {}).items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                raise ConfigError(
-                    f"unknown option {key!r}",
-                    remedy=(f"did you mean {near[0]!r}? " if near else "")
-                    + f"known options: {', '.join(sorted(known))}",
-                )
-            values[key] = value
-        return cls(**values)
+        options = check_mapping("options", options or {})
+        check_known_keys("AFDConfig", options, [f.name for f in dataclasses.fields(cls)])
+        return cls(**{**_from_environment(), **options})
 
     def replace(self, **changes: Any) -> AFDConfig:
         """Return a copy with ``changes``, validated again."""
@@ -228,16 +215,3 @@ def _from_environment() -> dict[str, Any]:
     if value.lower() in _TRUE:
         return {"layout_log": True}
     return {"layout_log": True, "dump_dir": value}
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not known", remedy=f"use one of {allowed}")
-
-
-def _integer(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(
-            f"{name}={value!r} is not an integer of at least {least}",
-            remedy=f"set {name} to {least} or more",
-        )

@@ -61,7 +61,7 @@ def check_known_keys(key: str, given: Collection[str], known: Collection[str]) -
     near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
     raise ConfigError(
         f"unknown {key} field(s): {', '.join(unknown)}",
-        remedy=(f"did you mean {', '.join(near)}? " if near else "")
+        remedy=(f"did you mean {', '.join(map(repr, near))}? " if near else "")
         + f"known fields: {', '.join(sorted(known))}",
     )
 

@@ -133,7 +133,7 @@ def test_refusal(act, kind, fragment):
 
 
 def test_unknown_keys_suggest_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean split"):
+    with pytest.raises(ConfigError, match="did you mean 'split'"):
         v.check_known_keys("options", ["splt"], ["split", "role"])
 
 
