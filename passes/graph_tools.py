@@ -35,7 +35,8 @@ def descendants(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) ->
 def between(first: fx.Node, last: fx.Node) -> set[fx.Node]:
     """All nodes on a way from ``first`` to ``last``, both included.
 
-    Looks at nothing in front of ``first``, so that asking this of every layer stays linear.
+    Looks at nothing in front of ``first``, so that asking this of every layer stays linear. Nodes
+    compare by their place in the graph: ``sorted`` gives them in order.
     """
     behind = _closure([last], lambda n: [s for s in n.all_input_nodes if not s < first], None)
     return descendants([first], within=behind)

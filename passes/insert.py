@@ -132,9 +132,8 @@ def _routed_program(match: Match, weight_of: WeightLookup) -> Expression:
     carver.env[match.rows] = rows
     products = {product.output: product for product in match.products}
     skipped = {node for product in match.products for node in product.interior}
-    inside = between(match.rows, match.result)
-    for node in match.result.graph.nodes:
-        if node not in inside or node in skipped or node is match.rows:
+    for node in sorted(between(match.rows, match.result)):
+        if node in skipped or node is match.rows:
             continue
         product = products.get(node)
         if product is None:
@@ -153,10 +152,9 @@ def _shared_program(match: Match, shared: SharedExperts, weight_of: WeightLookup
     """``shared(rows [n, hidden])``: the dense part re-rooted on two-dimensional rows."""
     carver = _Carver(("rows",), weight_of, match)
     rows = carver.inputs[0]
-    inside = between(shared.hidden, shared.output)
     carver.env[shared.hidden] = rows
-    for node in shared.output.graph.nodes:
-        if node not in inside or node is shared.hidden:
+    for node in sorted(between(shared.hidden, shared.output)):
+        if node is shared.hidden:
             continue
         if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             # Rows stay two-dimensional here; only the width of a view may matter.
@@ -178,9 +176,7 @@ def _shared_program(match: Match, shared: SharedExperts, weight_of: WeightLookup
 def _replace(
     graph: fx.Graph, match: Match, shared: SharedExperts | None, channel: str, layer: int
 ) -> None:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    inputs = (match.hidden, match.topk_ids, match.topk_weights)
-    behind = max(inputs, key=order.__getitem__)
+    behind = max(match.hidden, match.topk_ids, match.topk_weights)
     hidden_value, output_value = match.hidden.meta["val"], match.output.meta["val"]
     with graph.inserting_after(behind):
         handle = graph.call_function(

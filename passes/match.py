@@ -230,13 +230,12 @@ def _rows_source(rows: fx.Node, ids: fx.Node, top_k: int) -> fx.Node:
 def _check_row_wise(rows: fx.Node, result: fx.Node, products: list[ExpertProduct]) -> None:
     """Between first and last product every row must be computed from its own row alone."""
     by_output = {product.output: product for product in products}
-    inside = between(rows, result)
     axis = Axis(shape_of(rows.meta["val"])[0])
     layouts: dict[fx.Node, Layout | tuple[Layout, ...]] = {rows: {0: TokenDim(axis)}}
     skipped = {node for product in products for node in product.interior}
     ctx = FlowContext(layouts)
-    for node in rows.graph.nodes:
-        if node not in inside or node is rows or node in skipped:
+    for node in sorted(between(rows, result)):
+        if node is rows or node in skipped:
             continue
         if node in by_output:
             layouts[node] = {0: TokenDim(axis)}
