@@ -33,6 +33,7 @@ from afd_graph.passes.graph_tools import (
     module_path,
     source_line,
 )
+from afd_graph.passes.match_order import GATHERS, RESHAPES, OutOfOrder, check_order
 from afd_graph.passes.match_products import ExpertProduct, expert_products
 from afd_graph.passes.sizes import shape_of
 from afd_graph.passes.token_layout import Axis, Layout, TokenDim
@@ -142,6 +143,10 @@ def _match(index: int, products: list[ExpertProduct]) -> Match:
     hidden = _rows_source(first.rows, ids, top_k)
     _check_row_wise(first.rows, last.output, products)
     output, weights = _weighted_sum(last.output, ids, top_k)
+    try:
+        check_order(first, hidden, ids, weights, last.output, output)
+    except OutOfOrder as wrong:
+        raise _DoesNotFit(wrong.reason, wrong.node) from wrong
     num_experts = int(first.weight.meta["val"].shape[0])
     shared = _shared_experts(hidden, output)
     name = module_path(last.output)
@@ -171,24 +176,9 @@ def _static(node: fx.Node, dim: int) -> int:
     return size
 
 
-_RESHAPES = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.expand.default,
-        aten.clone.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.contiguous.default,
-        aten.alias.default,
-    }
-)
-
-
 def _through(node: fx.Node, *also: object) -> fx.Node:
     """Walk up through reshapes."""
-    while node.op == "call_function" and (node.target in _RESHAPES or node.target in also):
+    while node.op == "call_function" and (node.target in RESHAPES or node.target in also):
         node = input_node(node, 0)
     return node
 
@@ -200,7 +190,7 @@ def _routed_ids(product: ExpertProduct) -> fx.Node:
         value = node.meta["val"]
         if value.dim() == 2 and not value.is_floating_point():
             return node
-        if node.op != "call_function" or node.target not in _RESHAPES | {aten._to_copy.default}:
+        if node.op != "call_function" or node.target not in RESHAPES | {aten._to_copy.default}:
             raise _DoesNotFit("the expert of each row does not come from [tokens, k] ids", node)
         node = input_node(node, 0)
 
@@ -274,10 +264,9 @@ def _weighted_sum(result: fx.Node, ids: fx.Node, top_k: int) -> tuple[fx.Node, f
                 raise _DoesNotFit("the expert results are summed without weights", user)
             return _cast_of(user), weights
         elif user.target not in (
-            aten.index.Tensor,
-            aten.index_select.default,
             aten._to_copy.default,
-            *_RESHAPES,
+            *GATHERS,
+            *RESHAPES,
         ):
             raise _DoesNotFit(f"{user.target} after the expert products is not known", user)
         if shape_of(user.meta["val"])[-1] != hidden:
@@ -301,10 +290,9 @@ def _weights_source(node: fx.Node, ids: fx.Node) -> fx.Node:
         if shape_of(current.meta["val"]) == shape:
             found = current
         if current.op != "call_function" or current.target not in (
-            aten.index.Tensor,
-            aten.index_select.default,
             aten._to_copy.default,
-            *_RESHAPES,
+            *GATHERS,
+            *RESHAPES,
         ):
             break
         current = input_node(current, 0)
@@ -355,6 +343,6 @@ def _shared_experts(hidden: fx.Node, output: fx.Node) -> SharedExperts | None:
 
 def _only_reshapes_below(node: fx.Node) -> list[fx.Node]:
     found = [node]
-    while len(found[-1].users) == 1 and next(iter(found[-1].users)).target in _RESHAPES:
+    while len(found[-1].users) == 1 and next(iter(found[-1].users)).target in RESHAPES:
         found.append(next(iter(found[-1].users)))
     return found

@@ -15,12 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from afd_graph import AFDConfig
 from afd_graph.passes.match import match_moe_layers
 from afd_graph.passes.normalize import normalize
-from tiny_models import PlainModel, PlainMoE, deepseek_v2, qwen2_moe
+from tiny_models import PlainModel, PlainMoE, deepseek_v2, grouped_mm, qwen2_moe
 
 SPELLINGS = ("grouped", "batched")
 
 
-def traced(module: nn.Module, *inputs: torch.Tensor) -> Captured:
+def traced(module: nn.Module, *inputs: torch.Tensor, symbolic: bool = True) -> Captured:
     """A graph built by hand: no module stack, no source lines, weights as plain inputs."""
     parameters = dict(module.named_parameters())
 
@@ -31,7 +31,7 @@ def traced(module: nn.Module, *inputs: torch.Tensor) -> Captured:
     values = [p.detach() for p in parameters.values()]
     with torch.no_grad():
         functional = torch.func.functionalize(function)
-        gm = make_fx(functional, tracing_mode="symbolic")(*values, *inputs)
+        gm = make_fx(functional, tracing_mode="symbolic" if symbolic else "fake")(*values, *inputs)
     placeholders = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
     names = zip(placeholders, parameters.items(), strict=False)
     found = Captured(gm, {node: (name, value) for node, (name, value) in names}, [*values, *inputs])
@@ -174,6 +174,110 @@ def test_activation_is_taken_from_the_graph():
         expected = module(rows)
     (got,) = as_tuple(run_programs(captured, captured.inputs, 4))
     assert relative_error(got, expected) < 1e-5
+
+
+class Gathered(PlainMoE):
+    """Sorts the rows by expert and puts the results back, in one of many ways."""
+
+    def __init__(self, way: str, top_k: int = 2) -> None:
+        torch.manual_seed(0)
+        super().__init__(32, 6, top_k, "batched" if "tiled" in way else "grouped", 0)
+        self.way = way
+
+    def _grouped(self, rows, ids, weights):
+        k, count = self.top_k, rows.shape[0] * self.top_k
+        flat, order = ids.reshape(-1).sort()
+        experts = self.up.shape[0]
+        counts = torch.histc(flat.float(), experts, 0, experts - 1)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        taken = {
+            "tokens by table": lambda: torch.arange(count).div(k, rounding_mode="floor")[order],
+            "rows of other tokens": lambda: order % rows.shape[0],
+            "rows unsorted": lambda: torch.arange(count) // k,
+        }.get(self.way, lambda: order // k)()
+        inner = grouped_mm(rows[taken], self.up, offsets)
+        out = grouped_mm(F.gelu(inner), self.down, offsets)
+        back = {
+            "back by argsort": lambda: order.argsort(),
+            "back by sort": lambda: order.sort()[1],
+            "back by scatter": lambda: torch.empty_like(order).scatter(
+                0, order, torch.arange(count)
+            ),
+            "back by the order itself": lambda: order,
+            "back downwards": lambda: order.argsort(descending=True),
+        }.get(self.way, lambda: torch.empty_like(order).index_put((order,), torch.arange(count)))()
+        if self.way == "weights afterwards":
+            out = out[back] * weights.reshape(-1, 1)
+        elif self.way == "weights unsorted":
+            out = (out * weights.reshape(-1, 1))[back]
+        elif self.way == "weights by expert":
+            out = (out * weights.reshape(-1)[flat].unsqueeze(-1))[back]
+        elif self.way == "left sorted":
+            out = out * weights.reshape(-1)[order].unsqueeze(-1)
+        else:
+            out = (out * weights.reshape(-1)[order].unsqueeze(-1))[back]
+        return out.view(rows.shape[0], k, rows.shape[1]).sum(1)
+
+    def _batched(self, rows, ids, weights):
+        flat = ids.reshape(-1)
+        tiled = rows.unsqueeze(0).expand(self.top_k, *rows.shape).reshape(-1, rows.shape[1])
+        inner = torch.bmm(tiled.unsqueeze(1), self.up[flat]).squeeze(1)
+        out = torch.bmm(F.gelu(inner).unsqueeze(1), self.down[flat]).squeeze(1)
+        out = out * weights.reshape(-1, 1)
+        return out.view(rows.shape[0], self.top_k, rows.shape[1]).sum(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("way", "top_k"),
+    [
+        ("as usual", 2),
+        ("as usual", 1),
+        ("tokens by table", 2),
+        ("back by argsort", 2),
+        ("back by sort", 3),
+        ("back by scatter", 2),
+        ("weights afterwards", 2),
+    ],
+)
+def test_ways_to_sort_by_expert_and_back(way, top_k):
+    module, rows = Gathered(way, top_k), torch.randn(9, 32)
+    captured = traced(module, rows)
+    with torch.no_grad():
+        expected = module(rows)
+    (got,) = as_tuple(run_programs(captured, captured.inputs, 4))
+    assert relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_as_many_tokens_as_choices_or_fewer(spelling, tokens):
+    """Small static sizes that a reshape cannot be told by."""
+    module, rows = PlainMoE(32, 6, 2, spelling, 0), torch.randn(tokens, 32)
+    captured = traced(module, rows, symbolic=False)
+    with torch.no_grad():
+        expected = module(rows)
+    (got,) = as_tuple(run_programs(captured, captured.inputs, None))
+    assert relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("rows of other tokens", "the rows of the experts are not gathered by the token of sorted"),
+        ("rows unsorted", "not gathered by the token of sorted choice, but by token"),
+        ("rows tiled", "the rows of the experts are not in the order of their ids"),
+        ("weights unsorted", "the weights are not in the order of the expert results"),
+        ("weights by expert", "the weights are not gathered by the sorted choice"),
+        ("back by the order itself", "not gathered by the place of choice, but by sorted choice"),
+        ("back downwards", "the expert results are not gathered by the place of choice"),
+        ("left sorted", "the expert results are not brought back to the tokens"),
+    ],
+)
+def test_another_order_is_not_a_moe_layer(way, reason):
+    """What comes out is a sum over other tokens' rows: it must not be taken for a MoE layer."""
+    matches, failures = matches_of(traced(Gathered(way), torch.randn(9, 32)))
+    assert matches == []
+    assert reason in str(failures[0])
 
 
 def test_weights_of_a_layer_are_those_of_the_model():
