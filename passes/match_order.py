@@ -137,7 +137,7 @@ class _Order:
             return False
         start = 0 if node.target is aten.arange.default else node.args[0]
         step = argument(node, 2, "step", 1) if node.target is aten.arange.start_step else 1
-        return start == 0 and step == 1 and shape_of(node.meta["val"]) == (size,)
+        return bool(start == 0 and step == 1 and shape_of(node.meta["val"]) == (size,))
 
     @staticmethod
     def _sorts(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
