@@ -170,6 +170,10 @@ def test_operator_refuses_metadata_that_does_not_fit(field, value, message):
 # -- the model ----------------------------------------------------------------------------------
 
 
+LOWER = afd_graph.backend.lower
+CHOOSE = afd_graph.paged_step.PagedStepChooser.choose
+
+
 class Pair:
     """A compiled model and the eager one, each with its own caches."""
 
@@ -188,14 +192,14 @@ class Pair:
         )
 
     def _watch(self, monkeypatch):
-        lower = afd_graph.backend.lower
+        # Around the originals: another pair may be watching theirs already.
+        lower, choose = LOWER, CHOOSE
 
         def lowered(name, gm, *rest):
             self.programs.append(gm)
             return lower(name, gm, *rest)
 
         chooser = afd_graph.paged_step.PagedStepChooser
-        choose = chooser.choose
 
         def chosen(this, args):
             result = choose(this, args)
