@@ -64,7 +64,7 @@ def measure(layers: int, repeats: int) -> tuple[GraphReport, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 61])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--limit-s", type=float, default=1.0)
     parser.add_argument("--of-capture", type=float, default=0.03)
     options = parser.parse_args()
