@@ -518,20 +518,10 @@ def _product(
     return merged, inputs
 
 
-@flow_rule(aten.mm.default)
-def _mm(ctx: FlowContext, node: fx.Node) -> Outcome:
-    left, right = node.args
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    return Outcome(*_product(ctx, left, right, 0))
-
-
-@flow_rule(aten.bmm.default)
-def _bmm(ctx: FlowContext, node: fx.Node) -> Outcome:
-    left, right = node.args
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    return Outcome(*_product(ctx, left, right, 1))
+@flow_rule(aten.mm.default, aten.bmm.default)
+def _plain_product(ctx: FlowContext, node: fx.Node) -> Outcome:
+    left, right = input_node(node, 0), input_node(node, 1)
+    return Outcome(*_product(ctx, left, right, tensor(node).dim() - 2))
 
 
 @flow_rule(aten.addmm.default)
