@@ -133,9 +133,9 @@ class StepChooser:
 
     @staticmethod
     def _checked(cut: int | str, extent: int) -> int | str:
-        if isinstance(cut, int) and not 0 < cut < extent:
+        if not isinstance(cut, (int, str)) or (isinstance(cut, int) and not 0 < cut < extent):
             raise PlanError(
-                f"the plan cuts an axis of {extent} at {cut}",
+                f"the plan cuts an axis of {extent} at {cut!r}",
                 remedy=f"return a cut from 1 to {extent - 1}, or a reason for not cutting",
             )
         return cut
