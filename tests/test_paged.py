@@ -181,6 +181,7 @@ class Pair:
         self.model = (model or PagedModel()).to(dtype)
         self.cut = None
         self.programs = []
+        self.running = False
         self.chosen = []
         self.tamper = lambda chosen: chosen
         self._watch(monkeypatch)
@@ -196,7 +197,8 @@ class Pair:
         lower, choose = LOWER, CHOOSE
 
         def lowered(name, gm, *rest):
-            self.programs.append(gm)
+            if self.running:  # Another backend may compile while this one is watching.
+                self.programs.append(gm)
             return lower(name, gm, *rest)
 
         chooser = afd_graph.paged_step.PagedStepChooser
@@ -227,6 +229,7 @@ class Pair:
     def step(self, batch, cut=None, metadata=..., caches=None):
         """Run both; returns (split, errors by name over the real rows and the caches)."""
         self.cut = cut
+        self.running = True
         expected_caches = batch.caches(self.model) if caches is None else caches
         got_caches = [cache.clone() for cache in expected_caches]
         before = self.report.steps_split
@@ -238,6 +241,7 @@ class Pair:
             else:
                 with self.backend.step_metadata(metadata):
                     got, got_layers = self.compiled(*batch.arguments(got_caches))
+        self.running = False
         split = self.report.steps_split > before
         pairs = {"logits": (got, expected)}
         for i, (mine, theirs) in enumerate(zip(got_layers, expected_layers, strict=True)):
