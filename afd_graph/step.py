@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sympy import Integer
 from torch import fx
 
 from afd_graph.config import AFDConfig
@@ -40,21 +41,31 @@ class SizeReader:
 
     def read(self, size: Size) -> Callable[[Sequence[Any]], int]:
         """A function from the inputs of a step to the value of ``size``."""
-        places = []
-        for symbol in size.factors():
-            if symbol not in self._where:
-                raise PassError(f"size {symbol} is not an input size of the graph")
-            places.append(self._where[symbol])
+        places, sums = [], []
+        for factor in size.factors():
+            if factor in self._where:
+                places.append(self._where[factor])
+                continue
+            unknown = factor.free_symbols - self._where.keys()
+            if unknown or not factor.free_symbols:
+                raise PassError(f"size {factor} is not made of input sizes of the graph")
+            sums.append((factor, [(s, self._where[s]) for s in factor.free_symbols]))
         constant = size.coefficient
 
         def value(args: Sequence[Any]) -> int:
             result = constant
-            for position, dim in places:
-                value = args[position]
-                result *= int(value if dim is None else value.shape[dim])
+            for place in places:
+                result *= _size_at(args, place)
+            for factor, symbols in sums:
+                result *= int(factor.xreplace({s: Integer(_size_at(args, p)) for s, p in symbols}))
             return result
 
         return value
+
+
+def _size_at(args: Sequence[Any], place: tuple[int, int | None]) -> int:
+    position, dim = place
+    return int(args[position] if dim is None else args[position].shape[dim])
 
 
 class StepChooser:

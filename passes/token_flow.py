@@ -152,38 +152,37 @@ def choose_seed(graph: fx.Graph, parameters: Collection[fx.Node] = ()) -> fx.Nod
         for node in nodes
         if (node.target is ATTENTION or paged_operator(node)) and node in above
     ]
-    if not attentions:
-        return hidden
-    attention = attentions[-1]
-    begin = order[attentions[-2]] if len(attentions) > 1 else -1
-    window = set(nodes[begin + 1 : order[hidden] + 1])
-    sources = [ancestors([n]) for n in attention.args[:3] if isinstance(n, fx.Node)]
     given = [n for n in nodes if n.op == "placeholder" and n not in parameters and is_tensor(n)]
-    common = set.intersection(*sources, descendants(given))
-    candidates = [
-        node
-        for node in nodes[begin + 1 : order[attention]]
-        if node in common
-        and node.op == "call_function"
-        and is_tensor(node)
-        and node.meta["val"].is_floating_point()
-        and node.meta["val"].dim() >= 2
-    ]
-    if not candidates:
-        return hidden
-    return min(candidates, key=lambda node: (_bypasses(node, window), -order[node]))
+    of_data = descendants(given)
+    # Backwards, because the last attention may be one to something else than the tokens.
+    for before, attention in reversed(list(zip([None, *attentions], attentions, strict=False))):
+        begin = -1 if before is None else order[before]
+        window = set(nodes[begin + 1 : order[hidden] + 1])
+        sources = [ancestors([n]) for n in attention.args[:3] if isinstance(n, fx.Node)]
+        common = set.intersection(*sources, of_data)
+        candidates = [
+            node
+            for node in nodes[begin + 1 : order[attention]]
+            if node in common
+            and node.op == "call_function"
+            and is_tensor(node)
+            and node.meta["val"].is_floating_point()
+            and node.meta["val"].dim() >= 2
+        ]
+        if candidates:
+            return min(candidates, key=lambda node: (_bypasses(node, window), -order[node]))
+    return hidden
 
 
 def _bypasses(node: fx.Node, window: set[fx.Node]) -> int:
-    """Values that ``node`` was computed from and that are used again behind it."""
+    """Tensors that ``node`` was computed from and that are used again behind it."""
     below = {node}
     for later in node.graph.nodes:
         if later in window and any(n in below for n in later.all_input_nodes):
             below.add(later)
     above = ancestors([node])
-    return len(
-        {n for later in below - {node} for n in later.all_input_nodes if n in above} - {node}
-    )
+    used = {n for later in below - {node} for n in later.all_input_nodes if n in above}
+    return sum(is_tensor(n) for n in used - {node})
 
 
 def infer_token_flow(
@@ -396,6 +395,8 @@ class _Walk:
             self.plausible = False
             raise Refusal("the query does not carry one plain token axis")
         (dim, entry), *_ = layout.items()
+        if entry.axis.appended_to is not None:
+            raise Refusal("the query holds more tokens than those that are cut")
         self.mode = {0: "batch", 2: "sequence"}.get(dim)
         if self.mode is None:
             self.plausible = False

@@ -226,7 +226,10 @@ def capture(model: nn.Module, *args: Any, dynamic: bool = True, **inputs: Any) -
                 for name, source, value in zip(names, sources, example_inputs, strict=True)
                 if isinstance(value, nn.Parameter) or "._buffers[" in str(source)
             }
-            concrete = [int(v) if isinstance(v, torch.SymInt) else v for v in example_inputs]
+            # Not int(): that would make the size a constant of the graph.
+            concrete = [
+                _compat.size_hint(v) if isinstance(v, torch.SymInt) else v for v in example_inputs
+            ]
             found.append(Captured(aten, weights, concrete))
             forward = aten.forward
             return _compat.boxed(lambda flat: forward(*flat))

@@ -147,6 +147,44 @@ def test_mixing_before_the_first_experts_is_no_hindrance():
     pair.close()
 
 
+class Prefixed(PlainModel):
+    """Learnt vectors in front of every prompt."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(1, 4, 32))
+        self.again = again
+
+    def forward(self, ids):
+        prefix = self.prefix.expand(ids.shape[0], 4, 32)
+        x = torch.cat([prefix, self.embed(ids)], dim=1)
+        for block in self.blocks:
+            x = block(x, None)
+            if self.again:
+                x = torch.cat([prefix, x], dim=1)
+        return self.head(x)
+
+
+def test_tokens_in_front_of_the_prompt_are_tokens():
+    """The axis that is cut is as long as prefix and prompt together, a sum of sizes."""
+    pair = Pair(Prefixed(again=False), observe=False)
+    for length, cut in ((7, 5), (9, 2), (3, 6)):
+        step = pair.step(torch.arange(2 * length).view(2, length), cut=cut)
+        assert step.split
+        assert step.errors()["logits"] < 1e-5
+    assert len(pair.report.graphs) == 1
+    pair.close()
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_tokens_that_join_between_the_layers_are_refused(dynamic):
+    pair = Pair(Prefixed(again=True), observe=False, dynamic=dynamic)
+    with pytest.raises(BackendCompilerFailed, match="query holds more tokens than") as raised:
+        pair.step(IDS)
+    assert isinstance(raised.value.inner_exception, UnsupportedError)
+    pair.close()
+
+
 # -- causality -----------------------------------------------------------------------------------
 
 
@@ -221,11 +259,12 @@ class Memory(nn.Module):
         return x + y.transpose(1, 2).reshape(b, s, h)
 
 
-@pytest.mark.parametrize("mask_rank", [4, 2])
-def test_attention_to_something_else_needs_no_causal_mask(mask_rank):
+@pytest.mark.parametrize(("mask_rank", "layers"), [(4, (0, 1)), (4, (1,)), (2, (0,))])
+def test_attention_to_something_else_needs_no_causal_mask(mask_rank, layers):
     torch.manual_seed(0)
     model = PlainModel()
-    model.blocks[1].mix = Memory(mask_rank)
+    for layer in layers:
+        model.blocks[layer].mix = Memory(mask_rank)
     pair = compiled_pair(model)
     for cut in (1, 4):
         step = pair.step(IDS, cut=cut)
