@@ -138,9 +138,9 @@ class Pipeline:
         graph = gm.graph
         result = Programs(gm, nodes_before=len(graph.nodes))
         if "normalize" not in self.config.disabled_passes:
-            result.edits["equal_sizes"] = _compat.learn_equal_sizes(graph)
-        with self._pass("normalize", graph, result):
-            result.edits["normalize"] = normalize(graph)
+            with self._pass("normalize", graph, result):
+                result.edits["equal_sizes"] = _compat.learn_equal_sizes(graph)
+                result.edits["normalize"] = normalize(graph)
         with self._pass("kv_writes", graph, result):
             result.edits["kv_writes"] = write_in_place(graph)
         with self._pass("match", graph, result):
@@ -321,8 +321,8 @@ class Pipeline:
         result.pass_seconds[name] = passed - started
         if "verify" not in self.config.disabled_passes:
             verify(after, after=name, credits=self.credits if scheduled else None)
-        spent = time.perf_counter() - passed
-        result.pass_seconds["verify"] = result.pass_seconds.get("verify", 0.0) + spent
+            spent = time.perf_counter() - passed
+            result.pass_seconds["verify"] = result.pass_seconds.get("verify", 0.0) + spent
         if self.observer is not None:
             self.observer(name, before, after)
 

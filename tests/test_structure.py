@@ -249,3 +249,11 @@ def test_split_none_and_no_layers_leave_one_stage(plain):
     programs = transform(plain, AFDConfig(split="none"))
     assert programs.split is None
     assert programs.unsplit_reason == "disabled"
+
+
+@pytest.mark.parametrize("name", ["normalize", "verify"])
+def test_a_disabled_pass_is_left_out(plain, name):
+    whole, without = transform(plain), transform(plain, AFDConfig(disabled_passes=(name,)))
+    assert name in whole.pass_seconds
+    assert name not in without.pass_seconds
+    assert compact(without.split.graph) == compact(whole.split.graph)
