@@ -11,7 +11,7 @@ import torch
 from afd_graph.errors import ConnectorError
 from afd_graph.layout import StageLayout
 from afd_graph.paged_step import PagedStepChooser
-from afd_graph.report import Report
+from afd_graph.report import Report, StepTaken
 from afd_graph.runtime import Channel
 from afd_graph.step import StepChooser
 
@@ -58,16 +58,18 @@ class CompiledGraph:
                 outputs = self._unsplit(inputs)
                 if chosen not in self._report.steps_unsplit:
                     log.info("a step runs unsplit: %s (counted from now on)", chosen)
-                self._report.steps_unsplit[chosen] += 1
+                step = StepTaken(policy=None, reason=chosen)
             else:
                 assert self._split is not None
+                assert self._chooser is not None
                 if self._channel.layout_log:
                     self._describe_stages()
                 outputs = self._split([*inputs, *chosen])
-                self._report.steps_split += 1
+                step = StepTaken(policy=self._chooser.policy)
         except BaseException:
             self._channel.abandon()
             raise
+        self._report.count(step)
         return outputs
 
     def _describe_stages(self) -> None:

@@ -70,5 +70,9 @@ class ConnectorError(AFDError):
     """A dispatch or receive failed: dead or stalled peer, wrong answer, misuse of credits."""
 
 
+class ResultsError(AFDError, ValueError):
+    """A result file is malformed, or result files do not belong together."""
+
+
 class PlanError(AFDError, ValueError):
     """A stage plan, stage layout or stage metadata is inconsistent."""

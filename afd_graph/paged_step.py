@@ -32,7 +32,7 @@ from afd_graph.metadata import AttentionMetadata
 from afd_graph.paged_attention import PAGED_OPERATORS, paged_operator
 from afd_graph.passes.sizes import size_of, size_of_expression
 from afd_graph.passes.token_flow import TokenFlow
-from afd_graph.planner import NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
+from afd_graph.planner import GIVEN, NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
 from afd_graph.step import SizeReader
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class PagedStepChooser:
         plan: a policy of the user instead, from (real tokens, real tokens) to the cut, or to the
             reason for none.
         fits: whether the two-stage program was compiled for a step, given all its inputs.
+
+    Attributes:
+        policy: the policy that made the last cut.
+        last_plan: the plan of the last split step.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class PagedStepChooser:
         self._config = config
         self._metadata = metadata
         self._plan = plan
+        self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
         self._fits = fits
 
@@ -94,7 +99,7 @@ class PagedStepChooser:
         if isinstance(plan, str):
             return plan
         plan.check_parent(self._rows(args))
-        self.last_plan = plan
+        self.last_plan, self.policy = plan, plan.policy
         log.debug(
             "step of %s: %s, stages %s",
             step.counts,

@@ -27,6 +27,9 @@ from afd_graph.errors import PlanError
 
 POLICIES = ("none", "token", "request", "cost", "auto")
 
+GIVEN = "given"
+"""What stands for the policy where the user's own plan made the cut."""
+
 
 class NoSplitReason(str, Enum):
     """Why a step runs as one stage. Closed: counters and reports key on these values."""
@@ -268,7 +271,7 @@ def plan_at(num_scheduled_tokens: Iterable[int], cut: int) -> StagePlan:
             f"the plan cuts a step of {starts[-1]} tokens at {cut}",
             remedy=f"cut at 1 to {starts[-1] - 1}, or give a reason for not cutting",
         )
-    return StagePlan(_stages_at(starts, cut, 1), policy="given")
+    return StagePlan(_stages_at(starts, cut, 1), policy=GIVEN)
 
 
 def _validated_counts(num_scheduled_tokens: Iterable[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -50,6 +51,24 @@ class GraphReport:
     edits: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class StepTaken:
+    """What one step of a compiled graph did.
+
+    Attributes:
+        policy: the policy that made the cut; None when the step ran unsplit.
+        reason: why it ran unsplit; None when it ran in two stages.
+    """
+
+    policy: str | None
+    reason: str | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether the step ran in two stages."""
+        return self.policy is not None
+
+
 @dataclass
 class Report:
     """Everything that a backend compiled and ran so far.
@@ -64,6 +83,7 @@ class Report:
         credits: un-received dispatches allowed.
         order: ``receive-first`` or ``send-first``.
         graphs: one entry per captured graph.
+        observers: called with every step that ended without an error.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -75,6 +95,18 @@ class Report:
     credits: int = 0
     order: str = ""
     graphs: list[GraphReport] = field(default_factory=list)
+    observers: list[Callable[[StepTaken], None]] = field(
+        default_factory=list, repr=False, compare=False
+    )
+
+    def count(self, step: StepTaken) -> None:
+        """Count one step and tell who observes."""
+        if step.reason is None:
+            self.steps_split += 1
+        else:
+            self.steps_unsplit[step.reason] += 1
+        for observer in self.observers:
+            observer(step)
 
     def __str__(self) -> str:
         lines = [f"{len(self.layers)} MoE layers, {len(self.graphs)} graphs"]

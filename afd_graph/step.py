@@ -15,7 +15,7 @@ from afd_graph.cost_model import CostModel
 from afd_graph.errors import PassError, PlanError
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
-from afd_graph.planner import NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
+from afd_graph.planner import GIVEN, NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
 
 CACHES_DIFFER = "cache_lengths_differ"
 """Reason of a step whose caches do not hold the same number of tokens."""
@@ -80,6 +80,9 @@ class StepChooser:
         group_size: ranks of the tensor-parallel group, for the log.
 
     Attributes:
+        policy: the policy that made the last cut; that of the configuration, or what it comes to
+            on this axis: between requests of equal length there is no other cut than ``request``,
+            through all of them none but ``token``.
         last_plan: the plan of the last split step; kept only for the layout log.
     """
 
@@ -99,7 +102,8 @@ class StepChooser:
         self._mode = flow.mode
         self._config = config
         self._plan = plan
-        self._decided: dict[tuple[int, int], int | str] = {}
+        self._decided: dict[tuple[int, int], tuple[int | str, str]] = {}
+        self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
@@ -140,7 +144,8 @@ class StepChooser:
         decision = self._decided.get(key)
         if decision is None:
             decision = self._decided[key] = self.decide(*key)
-        return decision
+        cut, self.policy = decision
+        return cut
 
     @staticmethod
     def _checked(cut: int | str, extent: int) -> int | str:
@@ -151,17 +156,17 @@ class StepChooser:
             )
         return cut
 
-    def decide(self, extent: int, tokens: int) -> int | str:
-        """The cut for a token axis of ``extent`` in a step of ``tokens`` tokens.
+    def decide(self, extent: int, tokens: int) -> tuple[int | str, str]:
+        """The cut for a token axis of ``extent`` in a step of ``tokens`` tokens, and its policy.
 
         In ``sequence`` mode the cut goes through every sequence at the same place; in ``batch``
         mode every entry of the axis is one request of equal length. What the caches hold is not
         known here: the work of ``cost`` and ``auto`` is that of fresh requests.
         """
         if tokens == 0:
-            return NO_TOKENS
+            return NO_TOKENS, self._config.split
         if 2 <= tokens < self._config.min_split_tokens:
-            return str(NoSplitReason.BELOW_MIN_TOKENS)
+            return str(NoSplitReason.BELOW_MIN_TOKENS), self._config.split
         others = max(1, tokens // max(extent, 1))
         if self._mode == "batch":
             counts, split = [others] * extent, self._config.split
@@ -174,9 +179,10 @@ class StepChooser:
                 split = "token"
             plan = plan_stages(counts, split=split, costs=self._costs(others))
         if isinstance(plan, NoSplit):
-            return str(plan.reason)
+            return str(plan.reason), split
         stage = plan.stages[0]
-        return stage.request_slice.stop if self._mode == "batch" else stage.actual_tokens
+        cut = stage.request_slice.stop if self._mode == "batch" else stage.actual_tokens
+        return cut, plan.policy
 
     def _costs(self, sequences: int) -> CostModel | None:
         """Costs of a token axis whose every entry stands for one token of each sequence."""

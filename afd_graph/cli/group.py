@@ -17,6 +17,7 @@ from afd_graph.cli.output import fail
 from afd_graph.errors import AFDError
 
 COMMANDS: dict[str, str] = {
+    "compare": "Which answers changed between two runs, and whether the split was really active.",
     "doctor": "What is installed, which versions, and what works on this machine.",
 }
 """Name of each command -> one line of help. The command is the attribute ``command`` of the module

@@ -130,7 +130,7 @@ def _chosen(programs: Programs, config: AFDConfig) -> tuple[fx.GraphModule, str]
     sizes = [flow.axis.extent, product(shape_of(flow.seed.meta["val"])[:-1])]
     if not any(size.factors() for size in sizes):
         chooser = StepChooser(programs.unsplit.graph, flow, config)
-        cut = chooser.decide(*(size.coefficient for size in sizes))
+        cut, _ = chooser.decide(*(size.coefficient for size in sizes))
         if isinstance(cut, str):
             return programs.unsplit, f"unsplit: {cut}"
     return programs.split, "two stages"
