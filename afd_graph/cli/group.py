@@ -19,6 +19,7 @@ from afd_graph.errors import AFDError
 COMMANDS: dict[str, str] = {
     "compare": "Which answers changed between two runs, and whether the split was really active.",
     "doctor": "What is installed, which versions, and what works on this machine.",
+    "simulate": "Predict throughput, latency and the best division of a cluster.",
 }
 """Name of each command -> one line of help. The command is the attribute ``command`` of the module
 of that name in this package."""
