@@ -28,13 +28,15 @@ from afd_graph.cluster import (
 )
 from afd_graph.cluster.costs import StageLoad, StepCosts, attention_seconds, reached
 from afd_graph.cluster.disaggregated import Fleet
+from afd_graph.cluster.measured import Curves, Sample, fit, pairs_between, predict, samples
 from afd_graph.cluster.published import ROWS, TOLERANCE
 from afd_graph.cluster.routing import VARIANTS, draw_shares
 from afd_graph.cluster.search import best_division, where_split_pays
 from afd_graph.cluster.steps import StepSource, cut_points, stage_loads
+from afd_graph.efficiency import Efficiency
 from afd_graph.errors import AFDError, ConfigError, PlanError
 from afd_graph.schedule_ir import StageCosts, by_credits
-from afd_graph.simulate import REFERENCE_COSTS, simulate
+from afd_graph.simulate import REFERENCE_COSTS, closed_form, simulate
 
 # T1, send-first, receive-first of docs/pipeline.md for 58 layers, one row per reference cost.
 GOLDEN = (
@@ -572,3 +574,41 @@ class TestCommand:
         answer = self.run()
         assert answer.exit_code == 1
         assert "afd-graph[cluster]" in answer.output
+
+
+class TestMeasured:
+    curves = Curves((1e-3, 2e-5, 3e-8), (5e-4, 4e-5), (1e-4, 1e-6), (2e-4, 2e-6), (1e-3, 1e-6))
+
+    def sample(self, low: int, high: int) -> Sample:
+        tokens, pairs = high - low, pairs_between(low, high)
+        a0, a1, a2 = self.curves.attention
+        straight = {
+            f"{name}_s": getattr(self.curves, name)[0] + getattr(self.curves, name)[1] * tokens
+            for name in ("ffn", "out", "back", "around")
+        }
+        return Sample(tokens, pairs, a0 + a1 * tokens + a2 * pairs, **straight)
+
+    def test_fit_finds_the_curves(self):
+        found = fit([self.sample(*s) for s in ((0, 64), (64, 128), (0, 500), (100, 400))])
+        for name in ("attention", "ffn", "out", "back", "around"):
+            assert getattr(found, name) == pytest.approx(getattr(self.curves, name))
+
+    def test_prediction_is_the_closed_form(self):
+        flat = dataclasses.replace(self.curves, attention=(0.0, 5e-5, 0.0), around=(0.0, 0.0))
+        costs = StageCosts(5e-3, 5e-4 + 4e-3, 1e-4 + 1e-4, 2e-4 + 2e-4)
+        for credits, order in ((1, "receive-first"), (2, "send-first")):
+            seconds = predict(flat, (0, 100, 200), 9, credits)
+            assert seconds == pytest.approx(closed_form(9, costs, order).split_s)
+
+    def test_samples_of_a_measured_step(self):
+        costs = StageCosts(2.0, 1.0, 0.25, 0.5)
+        timeline = simulate(by_credits(5, 2, 2), costs)
+        step = Efficiency(timeline.total_s + 3, timeline.total_s, costs, timeline, timeline, 3.0)
+        first, second = samples(step, (0, 10, 30))
+        assert (first.tokens, second.tokens) == (10, 20)
+        assert (first.attention_s, second.ffn_s) == pytest.approx((2.0, 1.0))
+        assert first.around_s + second.around_s == pytest.approx(3.0)
+
+    def test_too_few_sizes(self):
+        with pytest.raises(PlanError, match="fewer than three different stages"):
+            fit([self.sample(0, 10)] * 5)
