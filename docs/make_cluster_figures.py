@@ -31,7 +31,9 @@ def step_figure() -> str:
         assert result.timeline is not None
         timelines.append(result.timeline)
     return to_svg(
-        timelines, title="Replica 0 of 24, expert rank 0 of 64: one step of DeepSeek-V3", max_layers=6
+        timelines,
+        title="Replica 0 of 24, expert rank 0 of 64: one step of DeepSeek-V3",
+        max_layers=6,
     )
 
 
@@ -66,7 +68,7 @@ def division_table() -> list[str]:
 def split_table() -> list[str]:
     """Where the split pays."""
     lines = [
-        "| tokens of a step | unsplit | two stages | speed-up | AFD per die | conventional per die |",
+        "| tokens of a step | unsplit | two stages | speed-up | AFD, a die | conventional, a die |",
         "|---|---|---|---|---|---|",
     ]
     for gain in where_split_pays(DIVIDED, LOAD, (512, 2048, 8192, 16384, 32768, 65536)):

@@ -7,7 +7,9 @@ import dataclasses
 import heapq
 import json
 import math
+import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -612,3 +614,14 @@ class TestMeasured:
     def test_too_few_sizes(self):
         with pytest.raises(PlanError, match="fewer than three different stages"):
             fit([self.sample(0, 10)] * 5)
+
+
+class TestDocs:
+    docs = Path(__file__).parents[1] / "docs"
+
+    def test_tables_and_figure_are_up_to_date(self):
+        made = runpy.run_path(str(self.docs / "make_cluster_figures.py"))
+        text = (self.docs / "cluster.md").read_text(encoding="utf-8")
+        assert made["with_tables"](text) == text
+        figure = self.docs / "figures" / "cluster-step.svg"
+        assert figure.read_text(encoding="utf-8") == made["step_figure"]()
