@@ -290,3 +290,10 @@ def static_inputs() -> set[int]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return set() if metadata is None else set(metadata.static_input_indices or ())
+
+
+def default_store() -> Any:
+    """The store that the ranks of the default process group met at."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -64,6 +64,11 @@ class AFDBackend:
         self._connector = connector or create_connector(
             self.config.connector, self.config.connector_options
         )
+        try:
+            self._connector.configured(self.config)
+        except BaseException:
+            self._connector.close()
+            raise
         offered = self._connector.credits
         if self.config.credits is not None and self.config.credits > offered:
             self._connector.close()
@@ -175,6 +180,8 @@ class AFDBackend:
             if told and found.is_weight and not found.is_sharded
         ]
         programs = pipeline.run(gm, weight_of, number, replicated)
+        if programs.ffn:
+            self._connector.check_group(1 if programs.group is None else programs.group.size)
         if programs.group is not None:
             self.channel.tensor_parallel = (programs.group.size, programs.group.rank)
         if self.config.exact:

@@ -66,8 +66,11 @@ class CompiledGraph:
                     self._describe_stages()
                 outputs = self._split([*inputs, *chosen])
                 step = StepTaken(policy=self._chooser.policy)
-        except BaseException:
+        except BaseException as error:
+            failure = self._channel.connector.failure_behind(error)
             self._channel.abandon()
+            if failure is not None:
+                raise failure from error
             raise
         self._report.count(step)
         return outputs

@@ -18,6 +18,7 @@ from afd_graph.errors import AFDError
 
 COMMANDS: dict[str, str] = {
     "compare": "Which answers changed between two runs, and whether the split was really active.",
+    "serve": "Run one rank of attention and FFN ranks over torch.distributed.",
     "doctor": "What is installed, which versions, and what works on this machine.",
     "simulate": "Predict throughput, latency and the best division of a cluster.",
 }

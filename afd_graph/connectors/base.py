@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from afd_graph.errors import ConfigError
+from afd_graph.errors import ConfigError, ConnectorError
 
 if TYPE_CHECKING:
+    from afd_graph.config import AFDConfig
     from afd_graph.ffn.program import FFNProgram
 
 
@@ -30,6 +31,7 @@ class WorkItem:
         rows: ``[m, hidden]``, grouped by expert in ascending order; ``m`` may be 0.
         counts: rows per expert, ``sum(counts) == m``.
         shared_rows: ``[n, hidden]`` input of the shared experts when they run on this side.
+        tokens: number of tokens that the rows are of, where the sender knows.
     """
 
     layer: int
@@ -37,6 +39,7 @@ class WorkItem:
     rows: torch.Tensor
     counts: Sequence[int]
     shared_rows: torch.Tensor | None = None
+    tokens: int | None = None
 
 
 class Connector(ABC):
@@ -50,6 +53,19 @@ class Connector(ABC):
 
     credits: int = 2
     channel_type: Any = None
+
+    def configured(self, config: AFDConfig) -> None:  # noqa: B027  (few need it)
+        """Take note of the backend's configuration, before anything is compiled.
+
+        Connectors whose other side was configured by somebody else compare the two here.
+        """
+
+    def check_group(self, size: int) -> None:  # noqa: B027  (few need it)
+        """Refuse a model whose tensor-parallel group of ``size`` ranks cannot be served."""
+
+    def failure_behind(self, error: BaseException) -> ConnectorError | None:
+        """The failure of this connector that made ``error`` of a step happen elsewhere."""
+        return None
 
     @abstractmethod
     def add_program(self, program: FFNProgram) -> None:
@@ -105,6 +121,7 @@ _BUILT_IN = {
     "process": "afd_graph.connectors.process:ProcessConnector",
     "emulated": "afd_graph.connectors.emulated:EmulatedConnector",
     "cam": "afd_graph.connectors.cam:CamConnector",
+    "torch_distributed": "afd_graph.connectors.torch_distributed:TorchDistributedConnector",
 }
 _registered: dict[str, Callable[..., Connector]] = {}
 

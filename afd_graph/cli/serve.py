@@ -1,0 +1,331 @@
+"""``afd-graph serve``: one rank of a world of attention and FFN ranks, started by torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import IO, Any
+
+import click
+
+from afd_graph.cli.output import note
+from afd_graph.config import SPLITS
+from afd_graph.errors import ConfigError
+
+_STATE_S = 1.0  # how often the state on a terminal is renewed
+
+
+class _Told(BaseException):
+    """A signal asked this rank to end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@click.command()
+@click.option(
+    "--role",
+    type=click.Choice(["auto", "attention", "ffn"]),
+    default="auto",
+    show_default=True,
+    help="What this rank is expected to be. Attention ranks come first; auto takes what it is.",
+)
+@click.option(
+    "--model",
+    "path",
+    required=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="Checkpoint directory: config.json, safetensors, tokenizer.",
+)
+@click.option("--ffn-ranks", type=click.IntRange(1), required=True, help="FFN ranks of the world.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks a replica.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=8192,
+    show_default=True,
+    help="Most tokens of one step of a replica.",
+)
+@click.option("--dtype", help="Of weights and rows, such as bfloat16.  [default: the checkpoint's]")
+@click.option("--dynamic-quant", is_flag=True, help="Send int8 rows with one scale each.")
+@click.option(
+    "--credits",
+    "credit_count",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Dispatches in flight.",
+)
+@click.option(
+    "--split",
+    type=click.Choice([s for s in SPLITS if s not in ("cost", "auto")]),
+    default="token",
+    show_default=True,
+    help="Where a step is cut in two stages.",
+)
+@click.option("--sequence-parallel", is_flag=True, help="Keep one rank's rows between the sums.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a rank that does not respond is an error.",
+)
+@click.option(
+    "--connect-timeout",
+    "connect_timeout_s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Seconds that all ranks may take to start and load.",
+)
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="A rank.")
+@click.option(
+    "--prompts",
+    type=click.File("r"),
+    default="-",
+    help="One prompt a line, or JSON lines; - is standard input, read by rank 0.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False),
+    default="-",
+    help="Where rank 0 writes one JSON line a prompt; - is standard output.",
+)
+@click.option("--mode", help="Name of the run in the results.  [default: from split and layout]")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True)
+@click.option(
+    "--batch", type=click.IntRange(1), default=8, show_default=True, help="Prompts a step."
+)
+@click.pass_context
+def command(ctx: click.Context, role: str, path: str, **options: Any) -> None:
+    """Run one rank: torchrun --nproc-per-node N -m afd_graph.cli serve ...
+
+    The same command on every rank. The last --ffn-ranks ranks are FFN ranks: each loads its
+    experts and serves until all attention ranks have left or it is told to stop; SIGUSR1 prints
+    its state as JSON. The others are attention ranks in replicas of --tp: each replica completes
+    its share of the prompts, and rank 0 writes the results.
+    """
+    try:
+        with _signals():
+            _run(role, path, options)
+    except _Told as told:
+        note(f"afd-graph: told to stop by {told.name}")
+        ctx.exit(128 + signal.Signals[told.name])
+
+
+def _run(role: str, path: str, options: dict[str, Any]) -> None:
+    import torch
+
+    from afd_graph.connectors.torch_distributed_world import World, WorldConfig
+    from afd_graph.ffn.checkpoint import Checkpoint, fingerprint
+
+    torch.set_num_threads(options["threads"])
+    world = World(
+        WorldConfig(
+            ffn_ranks=options["ffn_ranks"],
+            tp_size=options["tp"],
+            max_tokens=options["max_tokens"],
+            dynamic_quant=options["dynamic_quant"],
+            credits=options["credit_count"],
+            timeout_s=options["timeout_s"],
+            connect_timeout_s=options["connect_timeout_s"],
+            dtype=options["dtype"] or "",
+        )
+    )
+    try:
+        is_ffn = world.ranks.is_ffn(world.rank)
+        if role not in ("auto", "ffn" if is_ffn else "attention"):
+            raise ConfigError(
+                f"{world.name} was started with --role {role}",
+                remedy="start the attention ranks first, or leave --role out",
+            )
+        dtype = getattr(torch, options["dtype"]) if options["dtype"] else None
+        checkpoint = Checkpoint(path, dtype)
+        world.describe(fingerprint(checkpoint), str(checkpoint.row_dtype()).removeprefix("torch."))
+        prepare = _prepare_ffn if is_ffn else _prepare_attention
+        go = prepare(world, checkpoint, options)
+    except BaseException as error:
+        world.give_up(error)
+        raise
+    go()
+    torch.distributed.destroy_process_group()
+
+
+# -- the FFN role ----------------------------------------------------------------------------------
+
+
+def _prepare_ffn(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
+    from afd_graph.ffn.checkpoint import LoadedExperts
+    from afd_graph.ffn.server import FFNServer
+
+    experts = LoadedExperts(
+        checkpoint, lambda experts: world.ranks.expert_range(world.rank, experts)
+    )
+    note(f"{world.name}: loaded {experts.summary()}")
+
+    def go() -> None:
+        server = FFNServer(world, experts, options["split"])
+        signal.signal(signal.SIGUSR1, lambda *_: note(json.dumps(asdict(server.status()))))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: server.stop(signal.Signals(n).name))
+        with _state_line(lambda: _ffn_state(world, server)):
+            server.serve()
+        note(_ffn_state(world, server))
+
+    return go
+
+
+def _ffn_state(world: Any, server: Any) -> str:
+    status = server.status()
+    return (
+        f"{world.name}: {status.items} items, {status.rows} rows, busy {status.busy_share:.0%}, "
+        f"queue {status.queue}, {status.attention_ranks} attention ranks"
+    )
+
+
+@contextlib.contextmanager
+def _state_line(state: Any) -> Iterator[None]:
+    """Keep one line up to date while something runs, where somebody can see it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_STATE_S):
+            click.echo(f"\r\033[K{state()}", nl=False, err=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        click.echo("\r\033[K", nl=False, err=True)
+
+
+# -- the attention role ----------------------------------------------------------------------------
+
+
+def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
+    import torch
+
+    from afd_graph import AFDBackend, AFDConfig
+    from afd_graph.activation import StepLog
+    from afd_graph.connectors.torch_distributed import TorchDistributedConnector
+    from afd_graph.generate import Generation, generate, read_prompts
+    from afd_graph.hf_model import load_tokenizer, load_without_experts, make_tensor_parallel
+
+    tokenizer = load_tokenizer(checkpoint)
+    lines = _all_lines(world, options["prompts"])
+    prompts = read_prompts(lines, tokenizer)
+    model = load_without_experts(checkpoint)
+    if options["tp"] > 1:
+        make_tensor_parallel(model, world.tp_mesh())
+    policy = options["split"]
+    config = AFDConfig(
+        split=policy,
+        connector="torch_distributed",
+        credits=options["credit_count"],
+        sequence_parallel=options["sequence_parallel"],
+        timeout_s=options["timeout_s"],
+    )
+
+    def go() -> None:
+        from transformers import DynamicCache
+
+        torch._dynamo.config.recompile_limit = 64
+        connector = TorchDistributedConnector(world)
+        with AFDBackend(config, connector=connector) as backend, _telling(connector):
+            compiled = torch.compile(model, backend=backend, dynamic=True)
+            replicas = world.ranks.attention // world.ranks.tp
+            replica = world.ranks.replica(world.rank)
+            mine = prompts[replica::replicas]
+            done = []
+            how = Generation(
+                policy,
+                options["mode"] or _mode(options),
+                options["max_new_tokens"],
+                options["batch"],
+                _end_tokens(model),
+                (lambda tokens: "") if tokenizer is None else tokenizer.decode,
+            )
+            log = StepLog(backend, prefix=f"replica {replica}.")
+            for document in generate(
+                compiled, lambda: DynamicCache(config=model.config), mine, log, how
+            ):
+                done.append(json.dumps(asdict(document), ensure_ascii=False))
+                if world.rank == world.ranks.replica_ranks(replica)[0]:
+                    note(f"{world.name}: {len(done)} of {len(mine)} prompts")
+            gathered = connector.gather(done)
+        if world.rank == 0:
+            _write(prompts, gathered, replicas, world.ranks.tp, options["output"])
+            report = backend.report()
+            note(f"{world.name}: {report.steps_split} steps split, {dict(report.steps_unsplit)}")
+
+    return go
+
+
+@contextlib.contextmanager
+def _telling(connector: Any) -> Iterator[None]:
+    """Tell the other ranks why this one ends when it is interrupted."""
+    try:
+        yield
+    except _Told as told:
+        connector.stop(told.name)
+        raise
+
+
+def _all_lines(world: Any, prompts: IO[str]) -> list[str]:
+    """The prompts' lines on every attention rank; standard input belongs to rank 0 alone."""
+    if prompts is not sys.stdin:
+        return list(prompts)
+    if world.rank == 0:
+        return list(world.share("prompts", list(prompts)))
+    return list(world.share("prompts"))
+
+
+def _mode(options: dict[str, Any]) -> str:
+    """``token, sequence parallel``: how results of this run are called."""
+    return options["split"] + (", sequence parallel" if options["sequence_parallel"] else "")
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    end = model.generation_config.eos_token_id
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)
+
+
+def _write(
+    prompts: list[Any], gathered: list[list[str]], replicas: int, tp: int, output: str
+) -> None:
+    """Write the results in the order of the prompts."""
+    with click.open_file(output, "w", atomic=output != "-") as stream:
+        for number in range(len(prompts)):
+            lines = gathered[(number % replicas) * tp]
+            stream.write(lines[number // replicas] + "\n")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end this rank by an exception of ours, whatever it is doing."""
+
+    def tell(number: int, _: Any) -> None:
+        raise _Told(signal.Signals(number).name)
+
+    before = {n: signal.signal(n, tell) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

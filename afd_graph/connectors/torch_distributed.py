@@ -1,0 +1,600 @@
+"""The experts on other ranks of one torch.distributed world; the attention side.
+
+1. All ranks of both roles meet, compare their settings and measure their clocks
+   (:mod:`torch_distributed_world`).
+2. A program is announced to every FFN rank: the experts as a graph and their weights by name. The
+   FFN ranks have loaded their shares from the checkpoint themselves (:mod:`afd_graph.ffn.server`).
+3. A dispatch groups its rows by expert, and an FFN rank owns consecutive experts, so what it gets
+   is a slice: sent from where it lies, while the receive of its answer is posted in the place
+   where the answer belongs.
+4. A thread per FFN rank waits for the answers; a receive waits for the threads. gloo moves the
+   data on threads of its own, so transfers overlap with compute.
+5. Anything wrong with a rank ends the world, on all ranks with the same cause
+   (:mod:`torch_distributed_watch`). An error of the experts themselves concerns its item alone.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from afd_graph.connectors import row_quantisation as quantisation
+from afd_graph.connectors.base import Connector, WorkItem
+from afd_graph.connectors.torch_distributed_watch import Watch
+from afd_graph.connectors.torch_distributed_wire import (
+    NO_SHARED_ROWS,
+    Header,
+    Kind,
+    Link,
+    Memory,
+    Posted,
+    Tag,
+    header_buffer,
+)
+from afd_graph.connectors.torch_distributed_world import World, WorldConfig
+from afd_graph.errors import ConfigError, ConnectorError
+from afd_graph.ffn.program import FFNProgram
+from afd_graph.ffn.serialize import program_to_dict
+
+if TYPE_CHECKING:
+    from afd_graph.config import AFDConfig
+
+_PINGS = 8
+_PING_S = 0.5  # how often a wait for a clock looks whether the world has ended
+_BYE_S = 5.0  # longest that close() waits for a message to be taken
+
+
+@dataclass(frozen=True)
+class _Layer:
+    key: str
+    hidden_size: int
+    dtype: torch.dtype
+    num_experts: int
+
+
+class _Slot:
+    """One credit: memory for an item and for its answer."""
+
+    def __init__(self, device: str) -> None:
+        self.item, self.packed = Memory(device), Memory(device)
+        self.answer, self.shared = Memory(device), Memory(device)
+        self.flight: _Flight | None = None
+
+
+@dataclass
+class _Flight:
+    """An item under way."""
+
+    sequence: int
+    item: WorkItem
+    rows: torch.Tensor
+    shared_rows: torch.Tensor | None
+    missing: set[int]
+    sending: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
+    error: str | None = None
+    begin_ns: int | None = None
+    end_ns: int | None = None
+    abandoned: bool = False
+
+
+@dataclass
+class _Expected:
+    """What one FFN rank owes: a header and its rows, in the order of sending."""
+
+    header: Posted
+    rows: list[Posted]
+    flight: _Flight | None
+
+
+class TorchDistributedConnector(Connector):
+    """Sends rows to the FFN ranks of a torch.distributed world.
+
+    Args:
+        world: the world, where it exists already (its tensor-parallel mesh was needed before);
+            else the options of :class:`WorldConfig` make one.
+        options: see :class:`WorldConfig`.
+
+    Raises:
+        ConfigError: impossible options, or this rank has the FFN role.
+    """
+
+    def __init__(self, world: World | None = None, **options: Any) -> None:
+        if world is not None and options:
+            raise ConfigError(
+                f"options {sorted(options)} beside a world that exists",
+                remedy="give them to the WorldConfig of the world",
+            )
+        self._world = world or World(WorldConfig(**options))
+        if self._world.ranks.is_ffn(self._world.rank):
+            raise ConfigError(
+                f"{self._world.name} has the FFN role",
+                remedy="run afd_graph.ffn.server.FFNServer on it, or afd-graph serve --role ffn",
+            )
+        config = self._world.config
+        self.credits = config.credits
+        self._slots = [_Slot(config.device) for _ in range(config.credits)]
+        self._layers: dict[int, _Layer] = {}
+        self._peers: list[_Peer] = []
+        self._watch: Watch | None = None
+        self._changed = threading.Condition()
+        self._next_sequence = 0
+        self._by_ticket: dict[int, _Flight] = {}
+        self._prepared: torch.Tensor | None = None
+        self._closed = False
+
+    @property
+    def world(self) -> World:
+        """The world of both roles."""
+        return self._world
+
+    def configured(self, config: AFDConfig) -> None:
+        """Meet the other ranks; the split policy is one of the settings that must agree."""
+        self.open(config.split)
+
+    def check_group(self, size: int) -> None:
+        """Refuse a model whose tensor-parallel group is not a replica of the world."""
+        expected = self._world.config.tp_size
+        if size != expected:
+            raise ConfigError(
+                f"the model's tensor-parallel group has {size} ranks, the world's replicas "
+                f"{expected}",
+                remedy="parallelize the model over World.tp_mesh(), or set tp_size",
+            )
+
+    def open(self, policy: str = "") -> None:
+        """Meet the other ranks and measure the FFN ranks' clocks; idempotent.
+
+        Raises:
+            ConfigError: settings differ; the same message on all ranks.
+            ConnectorError: ranks did not come.
+        """
+        if self._watch is not None:
+            return
+        world = self._world
+        world.agree(policy)
+        self._watch = Watch(world)
+        self._watch.listeners.append(self._notify)
+        for rank in world.ranks.ffn_ranks:
+            self._peers.append(_Peer(world, rank, self._watch, self._take))
+        for peer in self._peers:
+            peer.measure_clock()
+
+    def add_program(self, program: FFNProgram) -> None:
+        """Announce the experts of one layer; their weights stay with the FFN ranks.
+
+        The model's own expert weights are not read and may have no memory.
+        """
+        self.open()
+        self._check_usable(program.layer, None)
+        known = self._layers.get(program.layer)
+        if known is not None:
+            if known.key and known.key == program.key:
+                return
+            raise ConnectorError(
+                f"the layer already has other experts (key {known.key!r}, now {program.key!r})",
+                layer=program.layer,
+                remedy="use one backend per model",
+            )
+        self._world.ranks.expert_range(self._world.ranks.attention, program.num_experts)
+        stored, tensors = program_to_dict(program)
+        shapes = {
+            key: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            for key, tensor in tensors.items()
+        }
+        text = json.dumps({"program": stored, "weights": shapes}).encode()
+        for peer in self._peers:
+            try:
+                peer.announce(program.layer, text)
+            except RuntimeError as error:
+                self._lost(peer, error, program.layer, None)
+        self._layers[program.layer] = _Layer(
+            program.key, program.hidden_size, program.dtype, program.num_experts
+        )
+
+    def row_buffer(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``[rows, width]`` memory that the rows are sent from."""
+        self._check_usable(None, None)
+        self._prepared = self._free_slot().item.rows(rows, width, dtype)
+        return self._prepared
+
+    def send(self, item: WorkItem) -> int:
+        """Start sending ``item``: to each FFN rank the rows of its experts, and how many."""
+        self._check_usable(item.layer, item.stage)
+        self._check_item(item)
+        slot = self._free_slot()
+        source = item.rows
+        if source is not self._prepared:
+            source = slot.item.like(source).copy_(source)
+        self._prepared = None
+        count, width = source.shape
+        shared_answer = None
+        if item.shared_rows is not None:
+            shared_answer = slot.shared.like(item.shared_rows)
+        flight = _Flight(
+            self._next_sequence,
+            item,
+            slot.answer.rows(count, width, source.dtype),
+            shared_answer,
+            {peer.rank for peer in self._peers},
+        )
+        self._next_sequence += 1
+        slot.flight = flight
+        self._by_ticket[flight.sequence] = flight
+        ranks = self._world.ranks
+        quantised = self._world.config.dynamic_quant
+        packed = slot.packed.bytes(quantisation.packed_size(count, width) if quantised else 0)
+        shared_bounds = _even_bounds(
+            0 if item.shared_rows is None else item.shared_rows.shape[0], len(self._peers)
+        )
+        begin = 0
+        for index, peer in enumerate(self._peers):
+            first, last = ranks.expert_range(peer.rank, len(item.counts))
+            counts = item.counts[first:last]
+            end = begin + sum(counts)
+            rows = source[begin:end]
+            if quantised and end > begin:
+                bounds = (quantisation.packed_size(n, width) for n in (begin, end))
+                part = packed[slice(*bounds)]
+                quantisation.pack_rows(rows, part)
+                rows = part
+            shared = None
+            if item.shared_rows is not None:
+                bounds_of_shared = slice(shared_bounds[index], shared_bounds[index + 1])
+                shared = item.shared_rows[bounds_of_shared].contiguous()
+            header = Header(
+                Kind.ITEM,
+                flight.sequence,
+                item.layer,
+                item.stage,
+                end - begin,
+                NO_SHARED_ROWS if shared is None else shared.shape[0],
+                counts=counts,
+            )
+            answers = [(flight.rows[begin:end], Tag.ANSWER_ROWS)]
+            if shared_answer is not None:
+                answers.append((shared_answer[bounds_of_shared], Tag.ANSWER_SHARED))
+            try:
+                peer.send_item(flight, header, rows, shared, answers)
+            except RuntimeError as error:
+                self._lost(peer, error, item.layer, item.stage)
+            begin = end
+        return flight.sequence
+
+    def wait(self, ticket: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the answer of ``ticket``, valid until :meth:`release`."""
+        flight = self._by_ticket.get(ticket)
+        if flight is None:
+            self._check_usable(None, None)
+            raise ConnectorError(f"ticket {ticket} is not outstanding: {sorted(self._by_ticket)}")
+        item = flight.item
+        if not self._wait_until(lambda: not flight.missing, timeout_s, item):
+            assert self._watch is not None
+            names = ", ".join(self._world.ranks.name(rank) for rank in sorted(flight.missing))
+            self._watch.fail(
+                f"{names} did not answer within {timeout_s:g} s",
+                item.layer,
+                item.stage,
+                remedy="raise timeout_s if one expert layer may take longer",
+            )
+            self._watch.raise_failure(item.layer, item.stage)
+        if flight.error is not None:
+            raise ConnectorError(flight.error, layer=item.layer, stage=item.stage)
+        return flight.rows, flight.shared_rows
+
+    def ffn_times(self, ticket: int) -> tuple[int, int] | None:
+        """When the first FFN rank began and the last one ended, on this process's clock."""
+        flight = self._by_ticket[ticket]
+        if flight.begin_ns is None or flight.end_ns is None:
+            return None
+        return flight.begin_ns, flight.end_ns
+
+    def ffn_status(self) -> dict[int, dict[str, Any]]:
+        """Of every FFN rank, by world rank, what it last told: see :class:`FFNStatus`."""
+        if self._watch is None:
+            return {}
+        return {rank: self._watch.status_of(rank) for rank in self._world.ranks.ffn_ranks}
+
+    def release(self, ticket: int) -> None:
+        """Give the slot of ``ticket`` back, at once or when its answers have come."""
+        flight = self._by_ticket.pop(ticket, None)
+        if flight is None:
+            return
+        with self._changed:
+            flight.abandoned = True
+            if not flight.missing:
+                self._free(flight)
+
+    def abandon(self) -> None:
+        """Forget every item.
+
+        The ranks of a tensor-parallel replica cannot: the others are in the middle of the step
+        that failed here, so the world ends.
+        """
+        for ticket in list(self._by_ticket):
+            item = self._by_ticket[ticket].item
+            self.release(ticket)
+            if self._world.config.tp_size > 1 and self._watch is not None:
+                self._watch.fail(
+                    f"{self._world.name} gave up a step in which its replica takes part",
+                    item.layer,
+                    item.stage,
+                    remedy="see what went wrong on that rank, then restart both roles",
+                )
+
+    def failure_behind(self, error: BaseException) -> ConnectorError | None:
+        """The end of the world, when that is why ``error`` was raised outside the connector.
+
+        A collective of the model fails with words of its own when a rank is gone.
+        """
+        if self._watch is None or isinstance(error, ConnectorError):
+            return None
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            self._watch.fail(f"a collective failed on {self._world.name}: {error}".splitlines()[0])
+        failure = self._watch.failure
+        return None if failure is None else failure.error(self._world.name)
+
+    def gather(self, values: list[str]) -> list[list[str]]:
+        """Collect what every attention rank gives; on rank 0 by rank, nothing elsewhere.
+
+        For results, once at the end: they travel through the process group's store.
+        """
+        assert self._watch is not None
+        world, store = self._world, self._world.store()
+        store.set(f"gathered {world.rank}", json.dumps(values))
+        if world.rank != 0:
+            return []
+        keys = [f"gathered {rank}" for rank in range(world.ranks.attention)]
+        while not store.check(keys):
+            self._watch.raise_failure()
+            time.sleep(_PING_S)
+        return [json.loads(text) for text in store.multi_get(keys)]
+
+    def stop(self, why: str) -> None:
+        """End the world because this rank was told to; the other ranks raise ``why``."""
+        if self._watch is not None:
+            self._watch.fail(f"{self._world.name} was told to stop: {why}")
+
+    def close(self) -> None:
+        """Say goodbye to the FFN ranks and leave the world; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watch is None:
+            return
+        for peer in self._peers:
+            peer.say_goodbye()
+        self._watch.leave(wait_for_all=self._world.rank == 0)
+        self._notify()
+        for peer in self._peers:
+            peer.end()
+        self._layers.clear()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _check_usable(self, layer: int | None, stage: int | None) -> None:
+        if self._closed:
+            raise ConnectorError(
+                "the torch_distributed connector is closed",
+                layer=layer,
+                stage=stage,
+                remedy="restart the processes of both roles",
+            )
+        if self._watch is not None:
+            self._watch.raise_failure(layer, stage)
+
+    def _check_item(self, item: WorkItem) -> None:
+        layer = self._layers.get(item.layer)
+        most = self._world.config.rows_per_dispatch
+        if layer is None:
+            problem = f"no experts for this layer; layers here: {sorted(self._layers)}"
+        elif item.rows.dim() != 2 or item.rows.shape[1] != layer.hidden_size:
+            problem = f"rows {tuple(item.rows.shape)} are not [m, {layer.hidden_size}]"
+        elif item.rows.dtype != layer.dtype:
+            problem = f"rows are {item.rows.dtype}, the experts {layer.dtype}"
+        elif len(item.counts) != layer.num_experts:
+            problem = f"{len(item.counts)} counts for {layer.num_experts} experts"
+        elif item.tokens is not None and item.tokens > most:
+            problem = (
+                f"{item.tokens} tokens are more than {most} "
+                f"(max_tokens={self._world.config.max_tokens} over "
+                f"tp_size={self._world.config.tp_size})"
+            )
+        else:
+            return
+        raise ConnectorError(
+            f"wrong work item: {problem}",
+            layer=item.layer,
+            stage=item.stage,
+            remedy="check that both sides run the same model, or raise max_tokens on all ranks",
+        )
+
+    def _free_slot(self) -> _Slot:
+        """The slot of the next item: they are used in turn, as the FFN ranks do."""
+        slot = self._slots[self._next_sequence % self.credits]
+        if slot.flight is not None and slot.flight.abandoned:
+            limit = self._world.config.timeout_s
+            if not self._wait_until(lambda: slot.flight is None, limit, None):
+                assert self._watch is not None
+                self._watch.fail(f"an abandoned item was not answered within {limit:g} s")
+        self._check_usable(None, None)
+        if slot.flight is not None:
+            raise ConnectorError(
+                f"send without a credit: {self.credits} items are un-received",
+                remedy="receive and release an answer first",
+            )
+        return slot
+
+    def _free(self, flight: _Flight) -> None:
+        """With the lock held: the answers have come, so everything was sent as well."""
+        for _, work in flight.sending:
+            work.wait()
+        flight.sending.clear()
+        self._slots[flight.sequence % self.credits].flight = None
+
+    def _take(self, peer: _Peer, flight: _Flight, header: Header) -> None:
+        """Note the answer of one FFN rank; called by its thread."""
+        with self._changed:
+            flight.missing.discard(peer.rank)
+            if header.kind is Kind.ERROR and flight.error is None:
+                flight.error = f"{self._world.ranks.name(peer.rank)}: {header.text}"
+            if header.begin_ns:
+                begin, end = header.begin_ns - peer.offset_ns, header.end_ns - peer.offset_ns
+                flight.begin_ns = begin if flight.begin_ns is None else min(flight.begin_ns, begin)
+                flight.end_ns = end if flight.end_ns is None else max(flight.end_ns, end)
+            if flight.abandoned and not flight.missing:
+                self._free(flight)
+            self._changed.notify_all()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait_until(
+        self, done: Callable[[], bool], timeout_s: float, item: WorkItem | None
+    ) -> bool:
+        """Wait for ``done()``; False after ``timeout_s``; raises what ended the world."""
+        layer, stage = (None, None) if item is None else (item.layer, item.stage)
+        with self._changed:
+            in_time = self._changed.wait_for(
+                lambda: done() or self._closed or (self._watch and self._watch.failure), timeout_s
+            )
+        if done():
+            return True
+        self._check_usable(layer, stage)
+        return bool(in_time)
+
+    def _lost(self, peer: _Peer, error: BaseException, layer: int, stage: int | None) -> None:
+        assert self._watch is not None
+        self._watch.fail(
+            f"{self._world.ranks.name(peer.rank)} is gone: {error}".splitlines()[0], layer, stage
+        )
+        self._watch.raise_failure(layer, stage)
+
+
+class _Peer:
+    """One FFN rank, seen from an attention rank, and the thread that waits for its answers."""
+
+    def __init__(
+        self, world: World, rank: int, watch: Watch, take: Callable[[_Peer, _Flight, Header], None]
+    ) -> None:
+        self.rank = rank
+        self.offset_ns = 0
+        self._name = world.ranks.name(rank)
+        self._watch = watch
+        self._take = take
+        self._link = Link(rank, world.answers, world.config.latency_s)
+        self._expected: queue.SimpleQueue[_Expected | None] = queue.SimpleQueue()
+        self._headers = [header_buffer() for _ in range(world.config.credits + 1)]
+        self._posted = 0
+        self._pongs: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"afd-answers-{rank}", daemon=True)
+        self._thread.start()
+
+    def measure_clock(self) -> None:
+        """Find how far the FFN rank's clock is ahead, from the fastest of some round trips."""
+        self.offset_ns = min(self._ping() for _ in range(_PINGS))[1]
+
+    def _ping(self) -> tuple[int, int]:
+        """Nanoseconds that a round trip took, and that the FFN rank's clock is ahead."""
+        begin = time.perf_counter_ns()
+        self._expect([], None)
+        encoded, work = self._link.send_header(Header(Kind.PING), Tag.REQUEST)
+        while True:
+            try:
+                theirs, end = self._pongs.get(timeout=_PING_S)
+                break
+            except queue.Empty:
+                self._watch.raise_failure()
+        work.wait()
+        del encoded
+        return end - begin, theirs - (begin + end) // 2
+
+    def announce(self, layer: int, text: bytes) -> None:
+        """Send the description of a program."""
+        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        header = Header(Kind.PROGRAM, layer=layer, rows=len(text))
+        encoded, work = self._link.send_header(header, Tag.REQUEST)
+        sent = self._link.send(payload, Tag.REQUEST_ROWS)
+        for waiting in (work, sent):
+            waiting.wait()
+        del encoded
+
+    def send_item(
+        self,
+        flight: _Flight,
+        header: Header,
+        rows: torch.Tensor,
+        shared: torch.Tensor | None,
+        answers: list[tuple[torch.Tensor, Tag]],
+    ) -> None:
+        """Start sending this rank's part of an item, and post the receives of its answer."""
+        flight.sending.append(self._link.send_header(header, Tag.REQUEST))
+        for tensor, tag in ((rows, Tag.REQUEST_ROWS), (shared, Tag.REQUEST_SHARED)):
+            if tensor is not None and tensor.shape[0]:
+                flight.sending.append((tensor, self._link.send(tensor, tag)))
+        self._expect([self._link.post(into, tag) for into, tag in answers if into.shape[0]], flight)
+
+    def say_goodbye(self) -> None:
+        """Tell the FFN rank that nothing more comes."""
+        if self._watch.failure is not None:
+            return
+        try:
+            encoded, work = self._link.send_header(Header(Kind.BYE), Tag.REQUEST)
+            work.wait()
+            del encoded
+        except RuntimeError:
+            return  # it is gone itself
+
+    def end(self) -> None:
+        """End the thread; one that still waits for an answer ends with the process."""
+        self._expected.put(None)
+        self._thread.join(0 if self._watch.failure is not None else _BYE_S)
+
+    def _expect(self, rows: list[Posted], flight: _Flight | None) -> None:
+        header = self._headers[self._posted % len(self._headers)]
+        self._posted += 1
+        self._expected.put(_Expected(self._link.post_header(header, Tag.ANSWER), rows, flight))
+
+    def _run(self) -> None:
+        while (expected := self._expected.get()) is not None:
+            flight = expected.flight
+            layer, stage = (
+                (None, None) if flight is None else (flight.item.layer, flight.item.stage)
+            )
+            try:
+                header = self._link.read_header(expected.header)
+                if flight is None:
+                    _check_kind(header, (Kind.PONG,))
+                    self._pongs.put((header.end_ns, time.perf_counter_ns()))
+                    continue
+                _check_kind(header, (Kind.ANSWER, Kind.ERROR))
+                asked = (flight.sequence, flight.item.layer, flight.item.stage)
+                if (header.sequence, header.layer, header.stage) != asked:
+                    raise ConnectorError(f"it answered item {header.sequence}, not {asked[0]}")
+                for posted in expected.rows:
+                    posted.wait()
+                self._take(self, flight, header)
+            except ConnectorError as error:
+                self._watch.fail(f"{self._name} answered garbage: {error.what}", layer, stage)
+                return
+            except RuntimeError as error:
+                self._watch.fail(f"{self._name} is gone: {error}".splitlines()[0], layer, stage)
+                return
+
+
+def _check_kind(header: Header, kinds: tuple[Kind, ...]) -> None:
+    if header.kind not in kinds:
+        raise ConnectorError(f"a message of kind {header.kind.name} where none was due")
+
+
+def _even_bounds(rows: int, parts: int) -> list[int]:
+    """Bounds of ``parts`` contiguous parts, the first ones one row longer."""
+    return [part * (rows // parts) + min(part, rows % parts) for part in range(parts + 1)]
