@@ -41,6 +41,23 @@ GROUP = "afd_async_cam"
 """Name under which the ranks of both roles meet."""
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What the rows of a group look like.
+
+    Attributes:
+        hidden_size: width of a row.
+        top_k: choices per row.
+        num_experts: of a layer, of all FFN ranks together.
+        dtype: of the rows.
+    """
+
+    hidden_size: int
+    top_k: int
+    num_experts: int
+    dtype: torch.dtype = torch.bfloat16
+
+
 @dataclass
 class _Pending:
     """A dispatch; its tensors stay alive until the receive."""
@@ -210,7 +227,7 @@ class CamConnector(Connector):
             self.group, host=host, port=port, buffer_mb=buffer_mb, device=device
         )
         self._comm_args = comm_args(device)
-        self._spoken: tuple[int, int, int, torch.dtype] | None = None
+        self._traffic: Traffic | None = None
         self._is_lost = False
         self._is_closed = False
 
@@ -222,6 +239,10 @@ class CamConnector(Connector):
                 layer=program.layer,
                 remedy="set shared_experts='attention', or use operators='umdk_cam_op_lib'",
             )
+
+    def exchanged(self, traffic: Traffic) -> None:
+        """Note that rows were exchanged, by this object or by a graph: peers expect a goodbye."""
+        self._traffic = traffic
 
     def dispatch_send(
         self, hidden: torch.Tensor, ids: torch.Tensor, layer: int, stage: int, num_experts: int
@@ -244,7 +265,7 @@ class CamConnector(Connector):
         }
         sizes = self._sizes(hidden, ids, num_experts)
         operator.overload(*self.group.arguments(operator, tensors, layer=layer, **sizes))
-        self._spoken = (hidden.shape[1], ids.shape[1], num_experts, hidden.dtype)
+        self.exchanged(Traffic(hidden.shape[1], ids.shape[1], num_experts, hidden.dtype))
 
     def combine_recv(
         self,
@@ -304,19 +325,44 @@ class CamConnector(Connector):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._spoken is not None and not self._is_lost:
-            width, top_k, num_experts, dtype = self._spoken
-            device = self._comm_args.device
-            hidden = torch.zeros(1, width, dtype=dtype, device=device)
-            # One row for every expert rank in turn would need many dispatches; the operators
-            # announce a dispatch to all ranks, also to those that get no row of it.
-            ids = torch.arange(top_k, dtype=torch.int32, device=device).view(1, top_k)
-            weights = torch.zeros(1, top_k, device=device)
-            self.dispatch_send(hidden, ids, SHUTDOWN_LAYER, 0, num_experts)
-            self.combine_recv(hidden, ids, weights, SHUTDOWN_LAYER, 0, num_experts)
+        if self._traffic is not None and not self._is_lost:
+            say_goodbye(self.group, self._traffic, self._comm_args.device)
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None
+
+
+def say_goodbye(group: CamGroup, traffic: Traffic, device: torch.device | str = "npu") -> None:
+    """Tell the FFN ranks that this attention rank is done, and wait for their answer.
+
+    The connector does it when it is closed. A graph that was compiled with the hook has no
+    connector: there every attention rank calls this once, behind its last step.
+
+    Args:
+        group: this rank's view, with the name of the group.
+        traffic: what its rows look like.
+        device: where the operators run.
+    """
+    send, receive = group.package.dispatch_send, group.package.combine_recv
+    # One row for every expert rank in turn would need many dispatches; the operators announce a
+    # dispatch to all ranks, also to those that get no row of it.
+    ids = torch.arange(traffic.top_k, dtype=torch.int32, device=device).view(1, -1)
+    rows = torch.zeros(1, traffic.hidden_size, dtype=traffic.dtype, device=device)
+    tensors = {
+        "x": rows,
+        "expandX": rows.new_zeros(1),
+        "expertIds": ids,
+        "expertScales": torch.zeros(1, traffic.top_k, device=device),
+        "commArgs": comm_args(device),
+    }
+    sizes = {
+        "rows": 1,
+        "hidden_size": traffic.hidden_size,
+        "top_k": traffic.top_k,
+        "num_experts": traffic.num_experts,
+    }
+    send.overload(*group.arguments(send, tensors, layer=SHUTDOWN_LAYER, **sizes))
+    receive.overload(*group.arguments(receive, tensors, **sizes))
 
 
 def group_from_options(options: Mapping[str, Any]) -> CamGroup:

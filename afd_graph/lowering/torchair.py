@@ -16,13 +16,16 @@ from typing import Any
 
 from torch import fx
 
+from afd_graph.connectors.cam import Traffic
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError
 from afd_graph.lowering.ascend.converters import register_converters
 from afd_graph.lowering.ascend.exchange import exchange_in_graph
+from afd_graph.lowering.ascend.paged_ops import lower_paged_attention
 from afd_graph.lowering.ascend.plain_ops import lower_to_plain_ops
 from afd_graph.lowering.ascend.register import register
 from afd_graph.lowering.ascend.streams import put_on_stream, route_of
+from afd_graph.passes.shapes import propagate_shapes
 from afd_graph.passes.token_flow import DISPATCH
 from afd_graph.runtime import Channel, channel
 
@@ -42,16 +45,23 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
     config = torchair.CompilerConfig() if compiler_config is None else compiler_config
     prepared = fx.GraphModule(gm, _copied(gm.graph))
     used = _channel_of(prepared.graph)
+    traffic = None
     if used is not None:
+        traffic = _traffic(used, prepared.graph)
         prepare(prepared.graph, _group_of(used), used.num_experts.__getitem__, route_of(config))
     else:
+        lower_paged_attention(prepared.graph, route_of(config))
         lower_to_plain_ops(prepared.graph)
     prepared.recompile()
     inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     compiled = torchair.get_compiler(config)(prepared, inputs)
 
     def run(arguments: Sequence[Any]) -> Any:
-        return compiled(*arguments)
+        results = compiled(*arguments)
+        if used is not None:
+            connector: Any = used.connector
+            connector.exchanged(traffic)
+        return results
 
     return run
 
@@ -63,6 +73,7 @@ def prepare(graph: fx.Graph, group: CamGroup, num_experts: Any, route: str) -> N
     else:
         register(group.package)
     crossings = exchange_in_graph(graph, group, num_experts)
+    lower_paged_attention(graph, route)
     lower_to_plain_ops(graph)
     put_on_stream(graph, crossings, route)
     graph.lint()
@@ -109,6 +120,14 @@ def _group_of(used: Channel) -> CamGroup:
             remedy="use connector='cam'",
         )
     return group
+
+
+def _traffic(used: Channel, graph: fx.Graph) -> Traffic:
+    propagate_shapes(graph)
+    first = next(node for node in graph.nodes if node.target is DISPATCH)
+    hidden, ids = (node.meta["val"] for node in first.args[:2])
+    experts = used.num_experts[first.args[2]]
+    return Traffic(int(hidden.shape[1]), int(ids.shape[1]), experts, hidden.dtype)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -6,7 +6,8 @@
 * has each communication operator on its stream, with the inputs and attributes of the IR table,
   on the way to the output, and all of them in one order;
 * receives what it dispatched, in order, before the next dispatch where there is one credit;
-* leaves the attention of the other stage free to run while rows are away.
+* leaves the attention of the other stage free to run while rows are away;
+* writes paged caches in place, and orders what reads a cache and what writes it next.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ def faults(graph: GeGraph, *, credits: int = 1) -> list[str]:
         *_operator_faults(graph),
         *_order_faults(graph, credits),
         *_overlap_faults(graph),
+        *_cache_faults(graph),
     ]
 
 
@@ -226,4 +228,31 @@ def _overlap_faults(graph: GeGraph) -> list[str]:
             found.append(f"{len(held)} operators of the other stage wait for {current.dispatch}")
         if not any(graph.ops[n].type in ("BatchMatMul", "BatchMatMulV2", "MatMul") for n in work):
             found.append(f"nothing overlaps {current.dispatch}")
+    return found
+
+
+def _cache_faults(graph: GeGraph) -> list[str]:
+    """Attention reads what the last write of its cache made, and the next write waits for it."""
+    found = []
+    writes = {name for name, op in graph.ops.items() if op.type == "ScatterNdUpdate"}
+    into = {name: graph.ops[name].input[0].rsplit(":", 1)[0] for name in writes}
+    for write in writes:
+        base = write
+        while base in writes:
+            base = into[base]
+        if graph.ops[base].type not in ("Data", "RefData"):
+            found.append(f"{write} writes into a copy of the cache: {graph.ops[base].type}")
+    for name, op in graph.ops.items():
+        if op.type != "FusedInferAttentionScore":
+            continue
+        key = op.input[1].rsplit(":", 1)[0]
+        while graph.ops[key].type.startswith("StridedSlice"):
+            key = graph.ops[key].input[0].rsplit(":", 1)[0]
+        if key not in writes:
+            found.append(f"{name} may read its cache before it is written")
+        found += [
+            f"{later} may overwrite what {name} reads"
+            for later in writes
+            if into[later] == key and name not in graph.before(later)
+        ]
     return found

@@ -187,31 +187,44 @@ def load(version: str | None = None) -> Any:
     version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
     sys.meta_path.insert(0, _Native())
     sys.path.insert(0, str(unpacked(version)))
+    define_npu_operators(version)  # before torchair registers converters for them
     with _overloads_of_older_pytorch():
         return importlib.import_module("torchair")
 
 
-def define_npu_operators(version: str | None = None) -> None:
-    """Operators of torch_npu that the graphs call: schema from the wheel, shapes from here."""
+def npu_schemas(version: str) -> dict[str, str]:
+    """Schema of every operator that torch_npu defines, by name: they are literals of its library."""
+    kept = DOWNLOADS / f"schemas-{version}.txt"
+    if not kept.exists():
+        with zipfile.ZipFile(wheel(version)) as archive:
+            binary = archive.read("torch_npu/lib/libtorch_npu.so")
+        pattern = rb"\x00(?:npu::)?([a-z_][a-z0-9_]*(?:\.\w+)?\([ -~]*\) -> [ -~]*)\x00"
+        found = sorted({schema.decode() for schema in re.findall(pattern, binary)})
+        with tempfile.NamedTemporaryFile("w", dir=DOWNLOADS, delete=False) as scratch:
+            scratch.write("\n".join(found))
+        Path(scratch.name).rename(kept)
+    return {line.partition("(")[0]: line for line in kept.read_text().splitlines()}
+
+
+def define_npu_operators(version: str) -> None:
+    """All operators of torch_npu; those that our graphs call get their shapes from here."""
     import torch
 
-    version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
-    with zipfile.ZipFile(wheel(version)) as archive:
-        binary = archive.read("torch_npu/lib/libtorch_npu.so")
-    pattern = rb"\x00(?:npu::)?(npu_grouped_matmul(?:\.List)?\([ -~]*\) -> [ -~]*)\x00"
     library = torch.library.Library("npu", "FRAGMENT")
-    for schema in sorted(set(re.findall(pattern, binary))):
-        library.define(schema.decode())
-    torch.library.register_fake(
-        "npu::npu_grouped_matmul",
-        lambda x, weight, **_: [x[0].new_empty((x[0].shape[0], weight[0].shape[2]))],
-        lib=library,
-    )
+    for schema in npu_schemas(version).values():
+        with contextlib.suppress(RuntimeError):  # types that only torch_npu itself knows
+            library.define(schema)
+    for name, shapes in _NPU_SHAPES.items():
+        torch.library.register_fake(f"npu::{name}", shapes, lib=library)
     _kept.append(library)
-    importlib.reload(
-        importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom.grouped_matmul")
-    )
-    stand_in_torch_npu()
+
+
+_NPU_SHAPES: dict[str, Any] = {
+    "npu_grouped_matmul": lambda x, weight, **_: [
+        x[0].new_empty((x[0].shape[0], weight[0].shape[2]))
+    ],
+    "npu_scatter_nd_update_": lambda into, indices, updates: into,
+}
 
 
 def stand_in_torch_npu() -> None:

@@ -168,6 +168,10 @@ def served(
     for thread in threads:
         thread.start()
     yield
+    compiler.close()  # says goodbye
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from afd_graph.lowering.ascend.emitter import Emitter
 from afd_graph.passes.lower_rope import lower_rope
 from afd_graph.passes.shapes import propagate_shapes
 from afd_graph.passes.token_flow import ATTENTION
@@ -34,33 +35,14 @@ def lower_to_plain_ops(graph: fx.Graph) -> int:
         rewrite = _REWRITES.get(node.target)
         if rewrite is not None:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(rewrite(_Emitter(graph, node), *node.args))
+                node.replace_all_uses_with(rewrite(Emitter(graph, node), *node.args))
             graph.erase_node(node)
             edits += 1
     return edits + lower_rope(graph)
 
 
-class _Emitter:
-    """Emits calls that carry the metadata of the node they stand for."""
-
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        self.graph = graph
-        kept = ("nn_module_stack", "stack_trace", "afd_stage")
-        self._meta = {k: v for k, v in like.meta.items() if k in kept}
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = dict(self._meta)
-        return node
-
-    def size(self, node: fx.Node, dim: int) -> Any:
-        """A size as a number, or as the node that computes it."""
-        size = node.meta["val"].shape[dim]
-        return size if isinstance(size, int) else self(aten.sym_size.int, node, dim)
-
-
 def _attention(
-    emit: _Emitter,
+    emit: Emitter,
     query: fx.Node,
     key: fx.Node,
     value: fx.Node,
@@ -87,7 +69,7 @@ def _attention(
     return emit(aten.matmul.default, shares, full_value)
 
 
-def _repeat_heads(emit: _Emitter, x: fx.Node, heads: int) -> fx.Node:
+def _repeat_heads(emit: Emitter, x: fx.Node, heads: int) -> fx.Node:
     shape = x.meta["val"].shape
     groups, width = int(shape[1]), int(shape[3])
     if groups == heads:
@@ -98,7 +80,7 @@ def _repeat_heads(emit: _Emitter, x: fx.Node, heads: int) -> fx.Node:
     return emit(aten.reshape.default, wide, [batch, heads, tokens, width])
 
 
-def _masked(emit: _Emitter, scores: fx.Node, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _masked(emit: Emitter, scores: fx.Node, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
     if dtype is torch.bool:
         hidden = emit(aten.logical_not.default, mask)
         return emit(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
@@ -106,7 +88,7 @@ def _masked(emit: _Emitter, scores: fx.Node, mask: fx.Node, dtype: torch.dtype) 
     return emit(aten.add.Tensor, scores, mask)
 
 
-def _causal(emit: _Emitter, query: fx.Node, key: fx.Node) -> fx.Node:
+def _causal(emit: Emitter, query: fx.Node, key: fx.Node) -> fx.Node:
     queries, keys = emit.size(query, 2), emit.size(key, 2)
     device = query.meta["val"].device
     before: int | fx.Node
@@ -120,9 +102,7 @@ def _causal(emit: _Emitter, query: fx.Node, key: fx.Node) -> fx.Node:
     return emit(aten.le.Tensor, columns, last_visible)
 
 
-def _index_copy(
-    emit: _Emitter, base: fx.Node, dim: int, index: fx.Node, source: fx.Node
-) -> fx.Node:
+def _index_copy(emit: Emitter, base: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> fx.Node:
     rank = source.meta["val"].dim()
     for axis in range(rank):
         if axis != dim % rank:
@@ -132,7 +112,7 @@ def _index_copy(
     return emit(aten.scatter.src, base, dim, index, source)
 
 
-def _view(emit: _Emitter, source: fx.Node, shape: Any) -> fx.Node:
+def _view(emit: Emitter, source: fx.Node, shape: Any) -> fx.Node:
     return emit(aten.reshape.default, source, shape)
 
 
