@@ -156,7 +156,9 @@ def check(got: torch.Tensor, program: Any, rows: int, seed: int = 0, loose: floa
 @pytest.mark.parametrize("shared", [False, True])
 def test_equals_the_dense_layer(operators, quant, shared):
     if shared and not PACKAGES[operators].carries_shared:
-        pytest.skip("refused, see test_shared_experts_need_the_package_that_carries_them")
+        with pytest.raises(ConnectorError, match="carries routed rows only"):
+            Running(World(1, 2), operators, quant=quant, shared=True)
+        return
     with running(operators=operators, quant=quant, shared=shared) as ranks:
         for layer in (0, 1, 0):
             got = exchange(ranks.channels[0], layer, rows=7, seed=layer)
@@ -319,6 +321,12 @@ def test_shared_experts_need_the_package_that_carries_them():
         ConnectorError, match=r"carries routed rows only.*shared_experts='attention'"
     ):
         connector.add_program(swiglu_program(shared=True))
+    group = dataclasses.replace(connector.group, rank=1)
+    sizes = {"hidden_size": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS, "device": "cpu"}
+    experts = CamExperts(group, dtype=DTYPE, **sizes)
+    program = swiglu_program(0, experts=EXPERTS, hidden=HIDDEN, dtype=DTYPE, shared=True)
+    with pytest.raises(ConfigError, match=r"carries routed rows only.*shared_experts='attention'"):
+        experts.add_program(program)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ attention side would wait for ever.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,7 +82,7 @@ class CamExperts:
         """Take this rank's share of the experts of one layer.
 
         Raises:
-            ConfigError: the layer does not fit the group's sizes.
+            ConfigError: the layer does not fit the group's sizes, or its operators.
         """
         if (program.num_experts, program.hidden_size) != (self._num_experts, self._hidden):
             raise ConfigError(
@@ -89,6 +90,7 @@ class CamExperts:
                 f"{program.hidden_size}, the group {self._num_experts} of {self._hidden}",
                 remedy="all MoE layers of one group have equal sizes",
             )
+        check_shared([program], self.group)
         first = self.group.first_expert(self._num_experts)
         self._executor.add(share_of(program, first, self.group.experts_per_rank(self._num_experts)))
         if program.shared is not None:
@@ -180,6 +182,21 @@ class CamExperts:
         if rows.shape[0]:
             return rows.contiguous()
         return self._anchor.new_zeros((1, self._hidden))
+
+
+def check_shared(programs: Sequence[FFNProgram], group: CamGroup) -> None:
+    """Refuse shared experts whose rows the operators do not carry.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    for program in programs:
+        if program.shared is not None and not group.package.carries_shared:
+            raise ConfigError(
+                f"{group.operators} carries routed rows only, layer {program.layer} has shared "
+                "experts",
+                remedy="set shared_experts='attention', or use operators='umdk_cam_op_lib'",
+            )
 
 
 def share_of(program: FFNProgram, first: int, count: int) -> FFNProgram:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,23 @@ class GeGraph:
             found.append((str(self.phase(name)), int(layer)))
         return found
 
+    def served(self, layers: Mapping[str, int]) -> list[tuple[str, int]]:
+        """As :meth:`order` for an FFN rank, whose layers are told by the weights they multiply.
+
+        Args:
+            layers: from the name of a weight input to its layer.
+        """
+        found = []
+        for name in self.communication():
+            before = self.before(name, data_only=True)
+            received = [n for n in before if self.phase(n) == "dispatch_recv"]
+            if self.phase(name) == "combine_send":
+                used = {layers[n] for n in before if n in layers}
+                assert len(used) == len(received) == 1
+                (layer,) = used
+                found += [("dispatch_recv", layer), ("combine_send", layer)]
+        return found
+
     def exchanges(self) -> list[Exchange]:
         """Dispatches in order; a receive reads the same expert ids as its dispatch."""
         receives = {
@@ -145,6 +163,34 @@ def faults(graph: GeGraph, *, credits: int = 1) -> list[str]:
         *_overlap_faults(graph),
         *_cache_faults(graph),
     ]
+
+
+_OTHER_SIDE = {"dispatch_send": "dispatch_recv", "combine_recv": "combine_send"}
+
+
+def role_faults(
+    attention: Sequence[GeGraph], ffn: Sequence[GeGraph], layers: Mapping[str, int]
+) -> list[str]:
+    """Where ranks of one replica communicate in different orders: they would wait for ever.
+
+    Args:
+        attention: graphs of the attention ranks.
+        ffn: graphs of the FFN ranks.
+        layers: from the name of a weight input of the FFN graphs to its layer.
+    """
+    expected = attention[0].order()
+    answers = [(_OTHER_SIDE[phase], layer) for phase, layer in expected]
+    orders = [(f"attention rank {i}", g.order(), expected) for i, g in enumerate(attention)]
+    orders += [(f"FFN rank {i}", g.served(layers), answers) for i, g in enumerate(ffn)]
+    found = []
+    for who, order, wanted in orders:
+        differences = (
+            f"{who} does {ours} where attention rank 0 wants {theirs}"
+            for ours, theirs in itertools.zip_longest(order, wanted)
+            if ours != theirs
+        )
+        found += list(itertools.islice(differences, 1))
+    return found
 
 
 def _conversion_faults(graph: GeGraph) -> list[str]:

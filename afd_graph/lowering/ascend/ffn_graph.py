@@ -23,7 +23,7 @@ from torch import fx
 
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError
-from afd_graph.ffn.cam_experts import share_of
+from afd_graph.ffn.cam_experts import check_shared, share_of
 from afd_graph.ffn.program import Expression, FFNProgram
 from afd_graph.lowering.ascend.converters import register_converters
 from afd_graph.lowering.ascend.exchange import Crossing
@@ -48,13 +48,15 @@ def ffn_graph(
         device: of the rows.
 
     Raises:
-        ConfigError: more than one replica, or torch_npu is missing.
+        ConfigError: more than one replica, shared experts that the operators do not carry, or
+            torch_npu is missing.
     """
     if group.attention_ranks != group.tp_size:
         raise ConfigError(
             f"a graph serves one replica, this group has {group.attention_ranks // group.tp_size}",
             remedy="serve several replicas with afd_graph.ffn.cam_experts.CamExperts",
         )
+    check_shared(programs, group)
     if not hasattr(torch.ops.npu, "npu_grouped_matmul"):
         raise ConfigError(
             "the experts need npu_grouped_matmul, which torch_npu brings",
