@@ -41,7 +41,7 @@ def config(**changes: Any) -> AFDConfig:
     return AFDConfig(connector="cam", connector_options={**options, **changes})
 
 
-def compiled(hook: Any, **inputs: Any) -> GeGraph:
+def compiled(hook: Any, dynamic: bool = False, **inputs: Any) -> GeGraph:
     """The graph that torchair makes of a DeepSeek-V2 with the hook."""
     network = deepseek_v2(num_hidden_layers=1 + LAYERS, first_k_dense_replace=1).bfloat16()
     compiler_config = torchair.CompilerConfig()
@@ -49,7 +49,7 @@ def compiled(hook: Any, **inputs: Any) -> GeGraph:
     before = len(loader.native.loaded)
     torch._dynamo.reset()
     backend = torchair.get_npu_backend(compiler_config=compiler_config)
-    run = torch.compile(network, backend=backend, dynamic=False, fullgraph=True)
+    run = torch.compile(network, backend=backend, dynamic=dynamic, fullgraph=True)
     with torch.no_grad(), pytest.raises(NotImplementedError):
         run(use_cache=False, **inputs)
     assert len(loader.native.loaded) == before + 1
@@ -60,9 +60,16 @@ def ids(length: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (1, length))
 
 
-def test_torchair_compiles_two_stages_with_the_hook():
-    graph = compiled(afd_graph.torchair_pre_pass_for(config()), input_ids=ids(12))
+def is_dynamic(graph: GeGraph) -> bool:
+    data = [op for op in graph.proto.op if op.type == "Data"]
+    return any(-1 in op.output_desc[0].shape.dim for op in data)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torchair_compiles_two_stages_with_the_hook(dynamic):
+    graph = compiled(afd_graph.torchair_pre_pass_for(config()), dynamic, input_ids=ids(12))
     assert faults(graph) == []
+    assert is_dynamic(graph) is dynamic
     assert [(e.layer, e.stage) for e in graph.exchanges()] == [
         (layer, stage) for layer in range(LAYERS) for stage in (0, 1)
     ]
@@ -100,12 +107,11 @@ def test_the_cache_key_changes_with_version_and_options(monkeypatch):
     assert digest(afd_graph.torchair_pre_pass_for(config())) != one
 
 
-def process(code: str, **environment: str) -> str:
+def process(code: str, *arguments: str) -> str:
     here = Path(__file__).parent
     code = code.replace("{paths}", repr([str(here), str(here.parent)]))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
     )
@@ -133,7 +139,8 @@ def test_other_connectors_are_refused():
         afd_graph.torchair_pre_pass_for(AFDConfig())
 
 
-def test_dynamo_export_writes_our_graph(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dynamo_export_writes_our_graph(dynamic, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     class Logits(torch.nn.Module):
@@ -154,12 +161,13 @@ def test_dynamo_export_writes_our_graph(tmp_path, monkeypatch):
             model=Logits().eval(),
             export_path="exported",
             export_name="afd",
-            dynamic=False,
+            dynamic=dynamic,
             config=compiler_config,
         )
     assert (tmp_path / "exported" / "dynamo.pbtxt").exists()
     graph = session.parsed(loader.native.exported[-1][0])
     assert faults(graph) == []
+    assert is_dynamic(graph) is dynamic
     assert len(graph.exchanges()) == 2 * LAYERS
 
 
@@ -180,7 +188,7 @@ class Server(torch.nn.Module):
         c = torchair.CompilerConfig()
         c.post_grad_custom_pre_pass = afd_graph.torchair_pre_pass_for(config())
         self.cached = torchair.inference.cache_compile(
-            self.prefill, config=c, dynamic=False, cache_dir="cache"
+            self.prefill, config=c, dynamic=bool(int(sys.argv[1])), cache_dir="cache"
         )
     def prefill(self, tokens):
         return self.network(input_ids=tokens, use_cache=False).logits
@@ -200,8 +208,9 @@ print(len(runs), len(graph.exchanges()))
 """
 
 
-def test_cache_compile_in_a_second_process_hits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dynamic", ["0", "1"])
+def test_cache_compile_in_a_second_process_hits(dynamic, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = (process(CACHED).split()[-2:] for _ in range(2))
+    first, second = (process(CACHED, dynamic).split()[-2:] for _ in range(2))
     assert first == ["1", "2"]
     assert second == ["0", "2"]  # compiled before: our pass did not run again

@@ -10,6 +10,7 @@ import pytest
 import session
 import torch
 from ge_graph import GeGraph, faults
+from transformers import StaticCache
 
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import AFDError
@@ -65,6 +66,22 @@ def test_programs_lower_and_keep_the_rules(experts, dynamic, operators):
     ]
     shapes = [list(op.output_desc[0].shape.dim) for op in split.ops.values() if op.type == "Data"]
     assert any(-1 in shape for shape in shapes) is dynamic
+
+
+def test_a_static_cache_lowers():
+    network = deepseek_v2(num_hidden_layers=2, first_k_dense_replace=1).bfloat16()
+    cache = StaticCache(network.config, max_cache_len=16)
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return network(input_ids=ids, past_key_values=cache, use_cache=True).logits
+
+    with torch.no_grad():
+        run(tokens(1, 1))  # makes the tensors of the cache
+    unsplit, split = graphs(session.lowered(torchair, run, tokens(1, 8)))
+    assert faults(unsplit) == []
+    assert faults(split) == []
+    assert unsplit.types()["ScatterElements"] == 2 * 2  # keys and values of both layers
+    assert len(split.exchanges()) == 2
 
 
 def test_dynamic_rows_are_padded_to_what_a_dispatch_holds():

@@ -35,7 +35,9 @@ def lower_to_plain_ops(graph: fx.Graph) -> int:
         rewrite = _REWRITES.get(node.target)
         if rewrite is not None:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(rewrite(Emitter(graph, node), *node.args))
+                new = rewrite(Emitter(graph, node), *node.args)
+            new.meta["val"] = node.meta["val"]  # the next rewrite may ask for it
+            node.replace_all_uses_with(new)
             graph.erase_node(node)
             edits += 1
     return edits + lower_rope(graph)
