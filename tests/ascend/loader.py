@@ -193,7 +193,7 @@ def load(version: str | None = None) -> Any:
 
 
 def npu_schemas(version: str) -> dict[str, str]:
-    """Schema of every operator that torch_npu defines, by name: they are literals of its library."""
+    """Schema of every operator of torch_npu, by name: they are literals in its library."""
     kept = DOWNLOADS / f"schemas-{version}.txt"
     if not kept.exists():
         with zipfile.ZipFile(wheel(version)) as archive:
