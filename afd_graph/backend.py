@@ -25,7 +25,7 @@ from afd_graph.attention import keep_attention_whole
 from afd_graph.compiled_graph import CompiledGraph, guarded, without_cut
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector, create_connector
-from afd_graph.dump import GraphDump
+from afd_graph.dump import GraphDump, write_dumped_trace
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
@@ -37,6 +37,7 @@ from afd_graph.pipeline import Pipeline, Programs
 from afd_graph.report import GraphReport, LayerReport, Report
 from afd_graph.runtime import Channel
 from afd_graph.step import StepChooser
+from afd_graph.tracing import Trace, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class AFDBackend:
         self.channel.exact = self.config.exact
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
+        self._tracer = Tracer(self.channel, self._report) if self.config.trace else None
         self._plan = plan
         self._step_metadata: AttentionMetadata | None = None
         # Compiled code is specialised on its sizes, and a free cut would be one more of them.
@@ -300,9 +302,29 @@ class AFDBackend:
         """What was compiled and what ran so far."""
         return self._report
 
+    def trace(self) -> Trace:
+        """The last steps as they were measured.
+
+        Raises:
+            ConfigError: the backend was not asked to trace.
+        """
+        if self._tracer is None:
+            raise ConfigError(
+                "this backend keeps no trace", remedy="compile with AFDConfig(trace=True)"
+            )
+        return self._tracer.trace()
+
     def close(self) -> None:
-        """Stop the FFN side and free what it holds; idempotent."""
+        """Stop the FFN side and free what it holds; idempotent.
+
+        Writes ``trace.rank<rank>.json`` where there are a trace and a dump directory.
+        """
+        is_open = self._finalizer.alive
         self._finalizer()
+        if is_open and self._tracer is not None and self.config.dump_dir is not None:
+            trace = self._tracer.trace()
+            if trace.steps:
+                write_dumped_trace(trace, self.config.dump_dir)
 
     def __enter__(self) -> AFDBackend:
         return self
@@ -362,7 +384,7 @@ def afd_backend(
     share one :class:`AFDBackend`.
     """
     config = AFDConfig.from_options(options)
-    key = config.digest() + str((config.layout_log, config.dump_dir))
+    key = config.digest() + str((config.layout_log, config.trace, config.dump_dir))
     backend = _default_backends.get(key)
     if backend is None or not backend._finalizer.alive:
         backend = _default_backends[key] = AFDBackend(config)

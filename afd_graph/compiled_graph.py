@@ -51,6 +51,7 @@ class CompiledGraph:
 
     def run(self, inputs: list[Any]) -> Any:
         """Run one step; what it sent and did not receive is forgotten when it fails."""
+        self._channel.begin_step()
         chosen = self._unsplit_reason if self._chooser is None else self._chooser.choose(inputs)
         try:
             self._channel.stage_lines = ()

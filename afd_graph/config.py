@@ -74,6 +74,9 @@ class AFDConfig:
         disabled_passes: names of :data:`OPTIONAL_PASSES` to leave out, to find which one a fault
             comes from.
         layout_log: log one line per boundary crossing.
+        trace: keep begin and end of every boundary node and of the experts' work on it, for the
+            last steps (:mod:`afd_graph.tracing`); ``AFDBackend.trace`` hands them out, and
+            ``dump_dir`` gets them when the backend is closed.
         dump_dir: directory for graphs before and after each pass, match report, schedule picture
             and trace; ``None`` writes nothing.
     """
@@ -97,6 +100,7 @@ class AFDConfig:
     timeout_s: float = 60.0
     disabled_passes: tuple[str, ...] = ()
     layout_log: bool = False
+    trace: bool = False
     dump_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +137,7 @@ class AFDConfig:
             object.__setattr__(self, name, MappingProxyType(dict(options)))
         for name in (
             *("sequence_parallel", "assume_causal", "exact"),
-            *("check_answers", "check_values", "layout_log"),
+            *("check_answers", "check_values", "layout_log", "trace"),
         ):
             object.__setattr__(self, name, parse_bool(name, getattr(self, name)))
         if self.exact and (self.lowering != "eager" or self.sequence_parallel):
@@ -178,7 +182,7 @@ class AFDConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("connector_options", "lowering_options"):
             values[name] = dict(getattr(self, name))
-        for cosmetic in ("layout_log", "dump_dir"):
+        for cosmetic in ("layout_log", "trace", "dump_dir"):
             del values[cosmetic]
         text = json.dumps([__version__, values], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

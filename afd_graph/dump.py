@@ -5,6 +5,7 @@
     01_normalize.before.txt  01_normalize.after.txt  01_normalize.diff.txt
     ...
     match.txt  schedule.svg  schedule.trace.json  report.txt
+<directory>/trace.rank0.json    with AFDConfig(trace=True), when the backend is closed
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from afd_graph.report import GraphReport
 from afd_graph.schedule_ir import StageCosts
 from afd_graph.simulate import simulate
 from afd_graph.trace import write_trace
+from afd_graph.tracing import Trace
 
 
 class GraphDump:
@@ -77,6 +79,13 @@ class GraphDump:
 
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
+
+
+def write_dumped_trace(trace: Trace, directory: str) -> None:
+    """Write the measured steps beside the graphs of their run."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    trace.write(folder / f"trace.rank{trace.rank}.json")
 
 
 def count_difference(before: fx.Graph, after: fx.Graph) -> str:

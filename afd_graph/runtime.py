@@ -82,6 +82,7 @@ class Channel:
         stage_lines: what the log says about the attention of each stage of this step.
         shared_layers: MoE layers whose shared experts run on the FFN side.
         observers: called with an :class:`Event` after every crossing.
+        step_began_ns: when the running step was entered; kept only while somebody observes.
     """
 
     def __init__(
@@ -105,8 +106,19 @@ class Channel:
         self.shared_layers: set[int] = set()
         self.num_experts: dict[int, int] = {}
         self.observers: list[Callable[[Event], None]] = []
+        self.step_began_ns = 0
         self._pending: deque[_Pending] = deque()
         _channels[self.name] = self
+
+    @staticmethod
+    def now_ns() -> int:
+        """The clock of the events."""
+        return time.perf_counter_ns()
+
+    def begin_step(self) -> None:
+        """Note that a step is entered."""
+        if self.observers:
+            self.step_began_ns = self.now_ns()
 
     def dispatch(
         self,

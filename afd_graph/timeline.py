@@ -37,6 +37,7 @@ class Interval:
         begin_s: begin, on the clock of the timeline.
         end_s: end; equal to the begin for a link without cost.
         rank: rank on the engine's own side.
+        source: attention rank whose rows the experts work on; ``None`` for rows of all of them.
     """
 
     engine: str
@@ -45,6 +46,12 @@ class Interval:
     begin_s: float
     end_s: float
     rank: int = 0
+    source: int | None = None
+
+    @property
+    def item(self) -> tuple[int, int]:
+        """``(layer, stage)``."""
+        return self.layer, self.stage
 
     @property
     def duration_s(self) -> float:

@@ -124,11 +124,14 @@ def _work_items(intervals: Sequence[Interval]) -> Iterator[list[Interval]]:
     for (engine, layer, stage), served in places.items():
         if engine != "ffn":
             continue
-        begin = min(i.begin_s for i in served)
-        end = max(i.end_s for i in served)
         before = places.get(("attention", layer, stage), [])
         after = before + places.get(("attention", following.get(layer, -1), stage), [])
         for rank in sorted({i.rank for i in before}):
+            mine = [i for i in served if i.source in (None, rank)]
+            if not mine:
+                continue
+            begin = min(i.begin_s for i in mine)
+            end = max(i.end_s for i in mine)
             way_out, way_back = (
                 [i for i in places.get((link, layer, stage), []) if i.rank == rank]
                 for link in ("link out", "link back")
@@ -136,7 +139,7 @@ def _work_items(intervals: Sequence[Interval]) -> Iterator[list[Interval]]:
             path = [
                 *[i for i in before if i.rank == rank and i.begin_s < begin][-1:],
                 *way_out,
-                *served,
+                *mine,
                 *way_back,
                 *[i for i in after if i.rank == rank and i.end_s > end][:1],
             ]
