@@ -3,12 +3,14 @@
 #   PYTHON        interpreter that the environment is made with (3.10 to 3.12)
 #   PIP_ARGS      more arguments for pip install, such as another package index
 #   PYTEST_ARGS   more arguments for pytest; WORKERS tests run at the same time
+#   MATRIX_ARGS   more arguments for the matrix, such as --size 60 --configurations token-sp
 #   DEMO_ARGS     more arguments for the demo, such as --weights DIR
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+MATRIX_ARGS ?=
 WORKERS ?= 2
 
 TORCH := 2.13.0
@@ -25,7 +27,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup torchair-setup demo test lint types bench clean
+.PHONY: help setup torchair-setup demo test lint types bench matrix clean
 
 help:  ## show this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +80,10 @@ bench: $(READY)  ## run every benchmark; fails when one misses its bound
 	  echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "bounds missed by:$$failed" >&2; exit 1; fi
+
+matrix: $(READY)  ## six configurations of DP3TP2 + EP2 in eight processes, against the unsplit model
+	@echo "== matrix: about a quarter of an hour on two cores, 4 GiB"
+	@$(BIN)/python -m evaluation.matrix $(MATRIX_ARGS)
 
 clean:  ## remove the environment, downloads and everything generated
 	@echo "== removing .venv*, .cache and generated files"

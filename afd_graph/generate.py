@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from afd_graph.activation import StepLog
 from afd_graph.errors import ConfigError
-from afd_graph.results import Document
+from afd_graph.results import Document, Step
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ def generate(
     model: Callable[..., Any],
     new_cache: Callable[[], Any],
     prompts: Sequence[Prompt],
-    log: StepLog,
+    log: StepLog | None,
     how: Generation,
+    logits: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[Document]:
     """Complete ``prompts`` greedily, a batch at a time.
 
@@ -109,20 +111,27 @@ def generate(
         model: the compiled model, called like one of Hugging Face.
         new_cache: makes an empty key-value cache.
         prompts: in the order in which the completions come.
-        log: over the backend that compiled the model.
+        log: over the backend that compiled the model; None records no steps.
         how: what to do.
+        logits: filled with the fp32 logits ``[tokens, vocabulary]`` that chose the tokens of each
+            document, by its id.
     """
     for begin in range(0, len(prompts), how.batch_size):
         batch = prompts[begin : begin + how.batch_size]
         rows: list[list[int]] = [[] for _ in batch]
-        with log.record() as steps:
-            for new in _greedy_steps(model, new_cache(), batch):
-                for row, token in zip(rows, new, strict=True):
+        chosen_by: list[torch.Tensor] = []
+        with _recording(log) as steps:
+            for scores in _greedy_steps(model, new_cache(), batch):
+                if logits is not None:
+                    chosen_by.append(scores.float())
+                for row, token in zip(rows, scores.argmax(-1).tolist(), strict=True):
                     if not _is_complete(row, how):
                         row.append(token)
                 if all(_is_complete(row, how) for row in rows):
                     break
-        for prompt, tokens in zip(batch, rows, strict=True):
+        for number, (prompt, tokens) in enumerate(zip(batch, rows, strict=True)):
+            if logits is not None:
+                logits[prompt.id] = torch.stack(chosen_by)[: len(tokens), number].clone()
             yield Document(
                 id=prompt.id,
                 prompt=prompt.text,
@@ -136,14 +145,18 @@ def generate(
             )
 
 
+def _recording(log: StepLog | None) -> AbstractContextManager[list[Step]]:
+    return nullcontext([]) if log is None else log.record()
+
+
 def _is_complete(row: Sequence[int], how: Generation) -> bool:
     return len(row) >= how.max_new_tokens or (bool(row) and row[-1] in how.end_tokens)
 
 
 def _greedy_steps(
     model: Callable[..., Any], cache: Any, batch: Sequence[Prompt]
-) -> Iterator[list[int]]:
-    """The next token of every row, step by step, without end."""
+) -> Iterator[torch.Tensor]:
+    """Logits ``[batch, vocabulary]`` of the next token, step by step, without end."""
     width = max(len(prompt.tokens) for prompt in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -161,6 +174,7 @@ def _greedy_steps(
                 use_cache=True,
                 logits_to_keep=1,
             )
-        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        scores = out.logits[:, -1]
+        ids = scores.argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        yield ids[:, 0].tolist()
+        yield scores

@@ -137,9 +137,7 @@ def test_runs_that_do_not_belong_together():
         compare([make("a")])
     with pytest.raises(ResultsError, match=r"short lacks 2 documents of the other file: '1', '2'"):
         compare([make("aaa"), make("a", name="short")])
-    with pytest.raises(
-        ResultsError, match=r"run lacks 7 documents of the other file: .*'5', \.\.\."
-    ):
+    with pytest.raises(ResultsError, match=r"run lacks 7 documents .*'5', \.\.\."):
         compare([make("a"), make("aaaaaaaa", name="long")])
     with pytest.raises(ResultsError, match="the expected of 1 documents differs: '0'"):
         compare([make("a"), make("a", expected="b")])

@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from afd_graph.cli.output import note
 from afd_graph.config import SPLITS
-from afd_graph.errors import ConfigError
+from afd_graph.errors import ConfigError, ConnectorError
 
 _STATE_S = 1.0  # how often the state on a terminal is renewed
 
@@ -100,6 +101,13 @@ class _Told(BaseException):
     help="Where rank 0 writes one JSON line a prompt; - is standard output.",
 )
 @click.option("--mode", help="Name of the run in the results.  [default: from split and layout]")
+@click.option(
+    "--logits",
+    "logits_dir",
+    type=click.Path(file_okay=False),
+    help="Folder for the fp32 logits that chose the tokens: a safetensors file a replica, with a "
+    "tensor [tokens, vocabulary] a document.",
+)
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--batch", type=click.IntRange(1), default=8, show_default=True, help="Prompts a step."
@@ -244,6 +252,8 @@ def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> 
         from transformers import DynamicCache
 
         torch._dynamo.config.recompile_limit = 64
+        # Floats of the model are constants; as inputs they only make every graph compile twice.
+        torch._dynamo.config.specialize_float = True
         connector = TorchDistributedConnector(world)
         with AFDBackend(config, connector=connector) as backend, _telling(connector):
             compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -260,12 +270,18 @@ def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> 
                 (lambda tokens: "") if tokenizer is None else tokenizer.decode,
             )
             log = StepLog(backend, prefix=f"replica {replica}.")
+            first = world.rank == world.ranks.replica_ranks(replica)[0]
+            logits: dict[str, torch.Tensor] | None = None
+            if first and options["logits_dir"]:
+                logits = {}
             for document in generate(
-                compiled, lambda: DynamicCache(config=model.config), mine, log, how
+                compiled, lambda: DynamicCache(config=model.config), mine, log, how, logits
             ):
                 done.append(json.dumps(asdict(document), ensure_ascii=False))
-                if world.rank == world.ranks.replica_ranks(replica)[0]:
+                if first:
                     note(f"{world.name}: {len(done)} of {len(mine)} prompts")
+            if logits is not None:
+                _write_logits(logits, options["logits_dir"], replica)
             gathered = connector.gather(done)
         if world.rank == 0:
             _write(prompts, gathered, replicas, world.ranks.tp, options["output"])
@@ -309,11 +325,34 @@ def _end_tokens(model: Any) -> frozenset[int]:
 def _write(
     prompts: list[Any], gathered: list[list[str]], replicas: int, tp: int, output: str
 ) -> None:
-    """Write the results in the order of the prompts."""
+    """Write the results in the order of the prompts.
+
+    Raises:
+        ConnectorError: the ranks of a replica answered differently, or split different steps.
+    """
+    for replica in range(replicas):
+        lines, *others = gathered[replica * tp : (replica + 1) * tp]
+        for rank, other in enumerate(others, replica * tp + 1):
+            if other != lines:
+                number = next(
+                    i for i, (a, b) in enumerate(zip(lines, other, strict=True)) if a != b
+                )
+                raise ConnectorError(
+                    f"attention ranks {replica * tp} and {rank} share a replica and differ: "
+                    f"{lines[number]} and {other[number]}",
+                    remedy="check that all ranks run the same versions on the same kind of machine",
+                )
     with click.open_file(output, "w", atomic=output != "-") as stream:
         for number in range(len(prompts)):
             lines = gathered[(number % replicas) * tp]
             stream.write(lines[number // replicas] + "\n")
+
+
+def _write_logits(logits: dict[str, Any], folder: str, replica: int) -> None:
+    from safetensors.torch import save_file
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(logits, Path(folder) / f"replica{replica}.safetensors")
 
 
 @contextlib.contextmanager
