@@ -147,6 +147,11 @@ class Mode:
     activations: tuple[Activation, ...]
     noise: tuple[Pair, ...]
 
+    @property
+    def unstable(self) -> set[str]:
+        """Documents that flip between repeated runs of this mode."""
+        return {divergence.id for pair in self.noise for divergence in pair.divergences}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -185,12 +190,12 @@ def compare(runs: Sequence[Run]) -> Comparison:
         raise ResultsError("one run cannot be compared", remedy="give two result files or more")
     for run in runs[1:]:
         _check_documents(runs[0], run)
-    by_mode: dict[str, list[Run]] = {}
+    by_mode: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        by_mode.setdefault(run.mode, []).append(run)
+        by_mode.setdefault((run.mode, run.policy), []).append(run)
     if len(by_mode) > 2:
         raise ResultsError(
-            f"the runs are of {len(by_mode)} modes: {', '.join(map(repr, by_mode))}",
+            f"the runs are of {len(by_mode)} modes: {', '.join(repr(mode) for mode, _ in by_mode)}",
             remedy="compare two modes at a time; further files are repeated runs of either",
         )
     sides = list(by_mode.values())

@@ -117,6 +117,7 @@ def test_repeated_runs_are_noise():
     assert [(pair.runs, pair.flips) for pair in a.noise] == [(("A1", "A2"), 0)]
     assert [(pair.runs, pair.flips) for pair in b.noise] == [(("B1", "B2"), 1)]
     assert (a.right, b.right) == ((3, 3), (2, 2))
+    assert (a.unstable, b.unstable) == (set(), {"2"})
 
 
 def test_runs_of_one_mode_only():
@@ -216,9 +217,23 @@ def test_command(files):
     assert "flips of both right only A only B both wrong McNemar p" in text
     assert "4 7 2 1 1 3 1 " in text
     assert "repeated runs of A (noise)" in text
+    assert "6: first differs at token 0: 98 / 97; wrong / right; split by token / split by" in text
+    assert "between runs of" not in text
     assert "1: first differs at token 0: 97 / 98; right / wrong; split by token / unsplit:" in text
     assert "... 2 more" in text
     assert "NEVER" not in text
+
+
+def test_command_says_which_flips_are_noise(files):
+    runs = {"a": make("aab"), "b": make("abb", mode="B"), "again": make("abb", name="again")}
+    answer = run_command(*files(**runs))
+    line = next(x for x in answer.output.splitlines() if x.startswith("   1: first"))
+    assert line.endswith("also between runs of A")
+
+
+def test_one_mode_name_with_two_policies_is_two_modes():
+    a, b = make("a", mode="x", policy="token"), make("b", mode="x", policy="none")
+    assert [mode.policy for mode in compare([a, b]).modes] == ["token", "none"]
 
 
 def test_command_shouts_when_the_policy_was_never_active(files):

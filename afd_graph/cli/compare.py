@@ -21,7 +21,11 @@ FLIPPED, NEVER_ACTIVE = 4, 3
 @click.argument("b", type=click.Path(path_type=Path))
 @click.argument("more", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
-    "--limit", default=20, show_default=True, help="Show this many flipped documents, at most."
+    "--limit",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="Show this many flipped documents, at most.",
 )
 @click.option(
     "--fail-on-flips", is_flag=True, help=f"End with code {FLIPPED} when any answer flips."
@@ -70,15 +74,17 @@ def _print(comparison: Comparison, limit: int) -> None:
         click.secho(_shout(run), fg="red", bold=True)
     for letter, mode in zip("AB", comparison.modes, strict=False):
         _print_mode(letter, mode, comparison.documents)
-    click.echo()
+    modes = dict(zip("AB", comparison.modes, strict=False))
+    unstable = {letter: mode.unstable for letter, mode in modes.items()}
     if comparison.pairs:
         _print_pairs("between the modes", comparison.pairs, ("only A", "only B"))
-    for letter, mode in zip("AB", comparison.modes, strict=False):
+        _print_divergences(comparison.pairs[0], limit, unstable)
+    for letter, mode in modes.items():
         if mode.noise:
             what = f"between repeated runs of {letter} (noise)"
             _print_pairs(what, mode.noise, ("only 1st", "only 2nd"))
-    pairs = comparison.pairs or comparison.modes[0].noise
-    _print_divergences(pairs[0], limit)
+            for pair in mode.noise:
+                _print_divergences(pair, limit, {})
 
 
 def _shout(run: Activation) -> str:
@@ -117,7 +123,7 @@ def _print_mode(letter: str, mode: Mode, documents: int) -> None:
 
 
 def _print_pairs(what: str, pairs: Sequence[Pair], only: tuple[str, str]) -> None:
-    click.echo(f"flips {what}:")
+    click.echo(f"\nflips {what}:")
     head = ("flips", "of", "both right", *only, "both wrong", "McNemar p")
     rows: list[tuple[str, ...]] = [head]
     for pair in pairs:
@@ -137,12 +143,14 @@ def _print_pairs(what: str, pairs: Sequence[Pair], only: tuple[str, str]) -> Non
         click.echo(f"   {cells}  {names}".rstrip())
 
 
-def _print_divergences(pair: Pair, limit: int) -> None:
+def _print_divergences(pair: Pair, limit: int, unstable: dict[str, set[str]]) -> None:
     for divergence in pair.divergences[:limit]:
+        also = [letter for letter, documents in unstable.items() if divergence.id in documents]
+        noise = f"; also between runs of {' and '.join(also)}" if also else ""
         tokens = " / ".join("end" if token is None else str(token) for token in divergence.tokens)
         click.echo(
             f"   {divergence.id}: first differs at token {divergence.position}: {tokens}; "
-            f"{_verdicts(divergence)}; {_steps(divergence)}"
+            f"{_verdicts(divergence)}; {_steps(divergence)}{noise}"
         )
     if len(pair.divergences) > limit:
         click.echo(f"   ... {len(pair.divergences) - limit} more (--limit)")
@@ -174,6 +182,7 @@ def _as_json(comparison: Comparison) -> dict[str, Any]:
                 {"right": right, "never_active": run.never, **vars(run)}
                 for right, run in zip(value.right, value.activations, strict=True)
             ],
+            "unstable": sorted(value.unstable),
             "noise": [pair(noise) for noise in value.noise],
         }
 
