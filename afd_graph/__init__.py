@@ -4,10 +4,13 @@
     torch.compile(model, backend="afd", options={"split": "token"})   # by name
     torch.compile(model, backend=AFDBackend(AFDConfig(...)))          # explicit
 
+    load("model.afd")                                                 # compiled ahead of time
+
 :func:`report` says what was matched, split and scheduled, and how the steps ran.
 """
 
 from afd_graph._version import __version__
+from afd_graph.artifact import load
 from afd_graph.backend import AFDBackend, afd_backend, close_default_backends, report
 from afd_graph.config import AFDConfig
 from afd_graph.errors import (
@@ -36,6 +39,7 @@ __all__ = [
     "__version__",
     "afd_backend",
     "close_default_backends",
+    "load",
     "report",
     "torchair_pre_pass",
     "torchair_pre_pass_for",

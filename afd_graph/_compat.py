@@ -44,11 +44,75 @@ def aot_compile(
     )(gm, example_inputs)
 
 
+def functional_graph(
+    gm: fx.GraphModule, inputs: list[Any], decompositions: dict[Any, Any] | None = None
+) -> fx.GraphModule:
+    """The functional ATen graph that AOTAutograd makes of ``gm``; ``inputs`` are fake."""
+    found: list[fx.GraphModule] = []
+
+    def keep(aten: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found.append(aten)
+        return boxed(lambda flat: aten(*flat))
+
+    aot_compile(gm, inputs, keep, decompositions)
+    (functional,) = found
+    return functional
+
+
+def export_inputs(exported: Any) -> Iterator[tuple[str, str | None]]:
+    """Kind (``weight``, ``constant``, ``input``) and name of each input of an exported graph."""
+    from torch.export.graph_signature import InputKind
+
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            yield "input", None
+        elif spec.kind is InputKind.PARAMETER or (
+            spec.kind is InputKind.BUFFER and spec.persistent
+        ):
+            yield "weight", spec.target
+        else:
+            yield "constant", spec.target
+
+
+def export_outputs(exported: Any) -> Any:
+    """How the outputs of an exported program are nested, with their numbers in place of them."""
+    from torch.utils._pytree import tree_unflatten
+
+    spec = exported.call_spec.out_spec
+    return tree_unflatten(range(spec.num_leaves), spec)
+
+
 def floor_division(expr: Any) -> tuple[Any, Any] | None:
     """Dividend and divisor of a symbolic floor division; None for any other expression."""
     from torch.utils._sympy.functions import FloorDiv
 
     return (expr.args[0], expr.args[1]) if isinstance(expr, FloorDiv) else None
+
+
+def size_operator(expr: Any) -> str | None:
+    """What :mod:`afd_graph.size_expressions` calls the operator of a symbolic expression."""
+    from torch.utils._sympy import functions
+
+    return {
+        sympy.Add: "add",
+        sympy.Mul: "mul",
+        sympy.Min: "min",
+        sympy.Max: "max",
+        functions.Min: "min",
+        functions.Max: "max",
+        functions.FloorDiv: "floordiv",
+        functions.CleanDiv: "floordiv",
+        functions.Mod: "mod",
+        functions.PythonMod: "mod",
+        sympy.Eq: "eq",
+        sympy.Ne: "ne",
+        sympy.Lt: "lt",
+        sympy.Le: "le",
+        sympy.Gt: "gt",
+        sympy.Ge: "ge",
+        sympy.And: "and",
+        sympy.Or: "or",
+    }.get(type(expr))
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +164,28 @@ def real_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def new_fake_mode() -> Any:
+    """A mode for tensors without values, with symbolic sizes; takes real tensors as well."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def as_fake(mode: Any, values: Any) -> Any:
+    """Nested real tensors as fake ones of ``mode``, of the same sizes."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), values)
+
+
+def is_fake(value: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor) or value.device.type == "meta"
 
 
 def flat_input(value: Any) -> list[Any]:
@@ -177,6 +263,26 @@ def _implied_equality(env: Any, condition: Any) -> tuple[Any, Any] | None:
         return None
     a, b = symbols
     return (a, b) if difference in (a - b, b - a) else None
+
+
+def assumed(graph: fx.Graph, symbols: set[Any]) -> Iterator[sympy.Basic]:
+    """What tracing assumed: the least value of each of ``symbols``, and the guards."""
+    mode = fake_mode_of(graph)
+    env = None if mode is None else mode.shape_env
+    if env is None:
+        return
+    for symbol in sorted(symbols, key=str):
+        bounds = env.var_to_range.get(symbol)
+        if bounds is not None and bounds.lower.is_Integer and bounds.lower > 0:
+            yield sympy.Ge(symbol, bounds.lower, evaluate=False)
+        if bounds is not None and bounds.upper.is_Integer and bounds.upper < 2**40:
+            yield sympy.Le(symbol, bounds.upper, evaluate=False)
+    seen = set()
+    for guard in env.guards:
+        condition = env.replace(guard.expr)
+        if condition is not sympy.true and condition not in seen:
+            seen.add(condition)
+            yield condition
 
 
 def new_size_symbol(graph: fx.Graph, name: str, hint: int) -> torch.SymInt:

@@ -70,7 +70,11 @@ def _attention_fake(
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("afd::attention", _attention_fake, lib=_library)
 
-_SDPA = torch._C._nn.scaled_dot_product_attention
+# As Dynamo writes it, and as torch.export does.
+_SDPA = (
+    torch._C._nn.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 _PARAMETERS = (
     "query",
     "key",
@@ -90,7 +94,9 @@ def keep_attention_whole(graph: fx.Graph) -> int:
     key of different length (aligned to the first query there, to the last one here).
     """
     replaced = 0
-    for node in graph.find_nodes(op="call_function", target=_SDPA):
+    for node in [
+        n for target in _SDPA for n in graph.find_nodes(op="call_function", target=target)
+    ]:
         given: dict[str, Any] = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         causal = given.get("is_causal", False)
         if given.get("dropout_p", 0.0) != 0.0 or causal not in (True, False):

@@ -24,19 +24,19 @@ from afd_graph import _compat
 from afd_graph.attention import keep_attention_whole
 from afd_graph.compiled_graph import CompiledGraph, guarded, without_cut
 from afd_graph.config import AFDConfig
-from afd_graph.connectors import Connector, create_connector
+from afd_graph.connectors import Connector
 from afd_graph.dump import GraphDump, write_dumped_trace
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
 from afd_graph.paged_step import CompiledSizes, PagedStepChooser
 from afd_graph.passes.exact_rows import try_kernels
-from afd_graph.passes.graph_tools import clean_path
+from afd_graph.passes.graph_tools import clean_path, root
 from afd_graph.passes.match import Match
 from afd_graph.pipeline import Pipeline, Programs
 from afd_graph.report import GraphReport, LayerReport, Report
-from afd_graph.runtime import Channel
-from afd_graph.step import StepChooser
+from afd_graph.runtime import open_channel
+from afd_graph.step import StepChooser, StepSizes
 from afd_graph.tracing import Trace, Tracer
 
 log = logging.getLogger(__name__)
@@ -62,31 +62,9 @@ class AFDBackend:
         plan: Callable[[int, int], int | str] | None = None,
     ) -> None:
         self.config = config if config is not None else AFDConfig.from_options()
-        self._connector = connector or create_connector(
-            self.config.connector, self.config.connector_options
-        )
-        try:
-            self._connector.configured(self.config)
-        except BaseException:
-            self._connector.close()
-            raise
-        offered = self._connector.credits
-        if self.config.credits is not None and self.config.credits > offered:
-            self._connector.close()
-            raise ConfigError(
-                f"credits={self.config.credits} is more than connector "
-                f"{self.config.connector!r} holds ({offered})",
-                remedy=f"set credits to {offered} or less",
-            )
-        self.credits = self.config.credits or offered
-        self.channel: Channel = (self._connector.channel_type or Channel)(
-            self._connector,
-            credits=self.credits,
-            timeout_s=self.config.timeout_s,
-            check_answers=self.config.check_answers,
-            layout_log=self.config.layout_log,
-        )
-        self.channel.exact = self.config.exact
+        self.channel = open_channel(self.config, connector)
+        self.credits = self.channel.credits
+        self._connector = self.channel.connector
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
         self._tracer = Tracer(self.channel, self._report) if self.config.trace else None
@@ -160,7 +138,7 @@ class AFDBackend:
             return (found.name, found.value) if found.is_weight else None
 
         def number(match: Match) -> int:
-            key = tuple(_root(product.weight) for product in match.products)
+            key = tuple(root(product.weight) for product in match.products)
             weights = tuple(by_node[node].value if node in by_node else node for node in key)
             return self._layers.number(weights)
 
@@ -240,7 +218,8 @@ class AFDBackend:
             )
         split = lower(config.lowering, gm, config.lowering_options)
         ranks = 1 if programs.group is None else programs.group.size
-        chooser = StepChooser(programs.unsplit.graph, flow, config, self._plan, ranks)
+        sizes = StepSizes.of(programs.unsplit.graph, flow)
+        chooser = StepChooser(sizes, config, self._plan, ranks)
         return split if self._cut_is_input else without_cut(split), chooser
 
     @contextlib.contextmanager
@@ -270,16 +249,7 @@ class AFDBackend:
                         layer, match.name, match.num_experts, match.top_k, match.shared_experts
                     )
                 )
-        graph = GraphReport(
-            layers=numbers,
-            mode=None if programs.flow is None else programs.flow.mode,
-            unsplit_reason=programs.unsplit_reason,
-            no_match=[str(failure) for failure in programs.no_match],
-            pass_seconds=dict(programs.pass_seconds),
-            nodes_before=programs.nodes_before,
-            nodes_after=programs.nodes_after,
-            edits=dict(programs.edits),
-        )
+        graph = graph_report(programs)
         self._report.graphs.append(graph)
         self._report.nodes_before += graph.nodes_before
         self._report.nodes_after += graph.nodes_after
@@ -333,6 +303,20 @@ class AFDBackend:
         self.close()
 
 
+def graph_report(programs: Programs) -> GraphReport:
+    """What a report says about one graph."""
+    return GraphReport(
+        layers=[program.layer for program in programs.ffn],
+        mode=None if programs.flow is None else programs.flow.mode,
+        unsplit_reason=programs.unsplit_reason,
+        no_match=[str(failure) for failure in programs.no_match],
+        pass_seconds=dict(programs.pass_seconds),
+        nodes_before=programs.nodes_before,
+        nodes_after=programs.nodes_after,
+        edits=dict(programs.edits),
+    )
+
+
 class _Input:
     """One input of the functional graph: a captured input, or a part of a distributed one."""
 
@@ -359,14 +343,6 @@ class _LayerRegistry:
             self._numbers[key] = len(self._numbers)
             self._alive.append(weights)
         return self._numbers[key]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while node.op == "call_function":
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
 
 
 _default_backends: dict[str, AFDBackend] = {}

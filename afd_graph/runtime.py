@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from afd_graph.connectors.base import Connector, WorkItem
-from afd_graph.errors import ConnectorError
+from afd_graph.config import AFDConfig
+from afd_graph.connectors.base import Connector, WorkItem, create_connector
+from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.layout import DispatchLayout
 from afd_graph.routing import combine, group_by_expert, has_nan
 
@@ -35,6 +36,45 @@ def channel(name: str) -> Channel:
             f"channel {name!r} is not open in this process",
             remedy="the backend was closed; compile the model again with a new backend",
         ) from None
+
+
+def open_channel(
+    config: AFDConfig, connector: Connector | None = None, credits: int | None = None
+) -> Channel:
+    """Open the attention side of a connector.
+
+    Args:
+        config: names the connector, when none is given, and says how to use it.
+        connector: already built.
+        credits: that the programs were scheduled for, when they are compiled already.
+
+    Raises:
+        ConfigError: the connector does not hold as many items as are wanted.
+    """
+    connector = connector or create_connector(config.connector, config.connector_options)
+    try:
+        connector.configured(config)
+    except BaseException:
+        connector.close()
+        raise
+    wanted = credits or config.credits
+    if wanted is not None and wanted > connector.credits:
+        connector.close()
+        raise ConfigError(
+            f"credits={wanted} is more than connector {config.connector!r} holds "
+            f"({connector.credits})",
+            remedy=f"set credits to {connector.credits} or less"
+            + ("" if credits is None else " and compile again"),
+        )
+    opened: Channel = (connector.channel_type or Channel)(
+        connector,
+        credits=wanted or connector.credits,
+        timeout_s=config.timeout_s,
+        check_answers=config.check_answers,
+        layout_log=config.layout_log,
+    )
+    opened.exact = config.exact
+    return opened
 
 
 @dataclass

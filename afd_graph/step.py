@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sympy import Integer
 from torch import fx
 
 from afd_graph.config import AFDConfig
@@ -16,6 +15,7 @@ from afd_graph.errors import PassError, PlanError
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
 from afd_graph.planner import GIVEN, NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
+from afd_graph.size_expressions import SizeExpressionError, evaluator, tree_of
 
 CACHES_DIFFER = "cache_lengths_differ"
 """Reason of a step whose caches do not hold the same number of tokens."""
@@ -29,51 +29,63 @@ class SizeReader:
 
     def __init__(self, graph: fx.Graph) -> None:
         # A symbol is an input of its own, or a dimension of an input.
-        self._where: dict[Any, tuple[int, int | None]] = {}
+        self.places: dict[Any, list[Any]] = {}
         values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
         for i, value in enumerate(values):
             if isinstance(value, torch.SymInt):
-                self._where.setdefault(value.node.expr, (i, None))
+                self.places.setdefault(value.node.expr, ["input", i])
         for i, value in enumerate(values):
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt):
-                    self._where.setdefault(size.node.expr, (i, dim))
+                    self.places.setdefault(size.node.expr, ["dim", i, dim])
+
+    def tree(self, size: Size) -> Any:
+        """Where ``size`` is read from, as JSON values (:mod:`size_expressions`)."""
+        try:
+            factors = [tree_of(factor, self.places) for factor in size.factors()]
+        except SizeExpressionError as error:
+            raise PassError(f"size {size} is not made of input sizes of the graph") from error
+        return ["mul", size.coefficient, *factors] if factors else size.coefficient
 
     def read(self, size: Size) -> Callable[[Sequence[Any]], int]:
         """A function from the inputs of a step to the value of ``size``."""
-        places, sums = [], []
-        for factor in size.factors():
-            if factor in self._where:
-                places.append(self._where[factor])
-                continue
-            unknown = factor.free_symbols - self._where.keys()
-            if unknown or not factor.free_symbols:
-                raise PassError(f"size {factor} is not made of input sizes of the graph")
-            sums.append((factor, [(s, self._where[s]) for s in factor.free_symbols]))
-        constant = size.coefficient
-
-        def value(args: Sequence[Any]) -> int:
-            result = constant
-            for place in places:
-                result *= _size_at(args, place)
-            for factor, symbols in sums:
-                result *= int(factor.xreplace({s: Integer(_size_at(args, p)) for s, p in symbols}))
-            return result
-
-        return value
+        return evaluator(self.tree(size))
 
 
-def _size_at(args: Sequence[Any], place: tuple[int, int | None]) -> int:
-    position, dim = place
-    return int(args[position] if dim is None else args[position].shape[dim])
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """What the choice needs to know of a graph; trees of :mod:`size_expressions`.
+
+    Attributes:
+        mode: of the token flow.
+        extent: of the token axis.
+        tokens: of the step.
+        equal: pairs of scalar inputs that must be equal.
+    """
+
+    mode: str
+    extent: Any
+    tokens: Any
+    equal: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, graph: fx.Graph, flow: TokenFlow) -> StepSizes:
+        """The sizes of a graph, from its token flow."""
+        reader = SizeReader(graph)
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        return cls(
+            flow.mode,
+            reader.tree(flow.axis.extent),
+            reader.tree(product(shape_of(flow.seed.meta["val"])[:-1])),
+            tuple((inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs),
+        )
 
 
 class StepChooser:
     """Decides for each step; the decision for equal sizes is remembered.
 
     Args:
-        graph: the unsplit graph, whose inputs a step receives.
-        flow: its token flow.
+        sizes: of the graph whose inputs a step receives.
         config: the split policy.
         plan: a policy of the user instead, from (extent of the token axis, tokens of the step)
             to the cut, or to the reason for none.
@@ -88,25 +100,21 @@ class StepChooser:
 
     def __init__(
         self,
-        graph: fx.Graph,
-        flow: TokenFlow,
+        sizes: StepSizes,
         config: AFDConfig,
         plan: Callable[[int, int], int | str] | None = None,
         group_size: int = 1,
     ) -> None:
         self.group_size = group_size
-        reader = SizeReader(graph)
-        shape = shape_of(flow.seed.meta["val"])
-        self._extent = reader.read(flow.axis.extent)
-        self._tokens = reader.read(product(shape[:-1]))
-        self._mode = flow.mode
+        self._extent = evaluator(sizes.extent)
+        self._tokens = evaluator(sizes.tokens)
+        self._mode = sizes.mode
         self._config = config
         self._plan = plan
         self._decided: dict[tuple[int, int], tuple[int | str, str]] = {}
         self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
-        inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        self._equal = [(inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs]
+        self._equal = sizes.equal
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
         """What the two-stage program takes behind the inputs of the step, or why not to run it."""

@@ -54,6 +54,13 @@ def _closure(nodes, neighbours, within):  # type: ignore[no-untyped-def]
     return found
 
 
+def root(node: fx.Node) -> fx.Node:
+    """What a weight that is transposed or viewed before its use is made from."""
+    while node.op == "call_function":
+        node = input_node(node, 0)
+    return node
+
+
 def module_path(node: fx.Node) -> str | None:
     """Path of the innermost module that the node was traced in, if the graph still tells."""
     stack = node.meta.get("nn_module_stack")

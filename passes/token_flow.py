@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+import afd_graph.attention
+import afd_graph.ops  # noqa: F401  (both register operators)
 from afd_graph.errors import UnsupportedError
 from afd_graph.paged_attention import PAGED_OPERATORS, paged_operator
 from afd_graph.passes.causality import Offset, Verdict, affine, prove_causal

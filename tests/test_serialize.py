@@ -15,13 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from afd_graph.connectors import WorkItem
 from afd_graph.errors import AFDError
 from afd_graph.ffn.executor import FFNExecutor
-from afd_graph.ffn.serialize import (
-    SerializeError,
-    graph_from_dict,
-    graph_to_dict,
-    program_from_dict,
-    program_to_dict,
-)
+from afd_graph.ffn.serialize import program_from_dict, program_to_dict
+from afd_graph.stored_graph import SerializeError, graph_from_dict, graph_to_dict
 
 
 def through_json(graph: fx.Graph) -> fx.Graph:
@@ -182,7 +177,7 @@ def test_malformed_graphs_are_refused():
     good = stored_call("aten.relu.default")
     with pytest.raises(SerializeError, match="format 2; this version reads 1"):
         graph_from_dict({**good, "format": 2})
-    with pytest.raises(SerializeError, match="'x' is missing or taken"):
+    with pytest.raises(SerializeError, match="'x' is missing, taken"):
         graph_from_dict({**good, "nodes": good["nodes"][:1] * 2})
     with pytest.raises(SerializeError, match="a 'get_attr'"):
         graph_from_dict({**good, "nodes": [{"name": "a", "op": "get_attr", "target": "a"}]})

@@ -49,10 +49,13 @@ class Connector(ABC):
         credits: un-received dispatches that the connector can hold.
         channel_type: takes the place of :class:`afd_graph.runtime.Channel` for a connector that
             moves tokens and not rows.
+        frees_weights: whether it frees the memory of weights that it takes, which then must be
+            memory of their own and no mapped file.
     """
 
     credits: int = 2
     channel_type: Any = None
+    frees_weights: bool = False
 
     def configured(self, config: AFDConfig) -> None:  # noqa: B027  (few need it)
         """Take note of the backend's configuration, before anything is compiled.

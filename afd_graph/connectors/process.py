@@ -99,6 +99,7 @@ class ProcessConnector(Connector):
     """
 
     credits = 2
+    frees_weights = True
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from afd_graph.passes.recover_attention import recover_attention
 from afd_graph.passes.sizes import product, shape_of
 from afd_graph.passes.token_flow import DISPATCH
 from afd_graph.pipeline import Pipeline, Programs
-from afd_graph.step import CACHES_DIFFER, StepChooser
+from afd_graph.step import CACHES_DIFFER, StepChooser, StepSizes
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _chosen(programs: Programs, config: AFDConfig) -> tuple[fx.GraphModule, str]
         return programs.unsplit, f"unsplit: {CACHES_DIFFER}"
     sizes = [flow.axis.extent, product(shape_of(flow.seed.meta["val"])[:-1])]
     if not any(size.factors() for size in sizes):
-        chooser = StepChooser(programs.unsplit.graph, flow, config)
+        chooser = StepChooser(StepSizes.of(programs.unsplit.graph, flow), config)
         cut, _ = chooser.decide(*(size.coefficient for size in sizes))
         if isinstance(cut, str):
             return programs.unsplit, f"unsplit: {cut}"

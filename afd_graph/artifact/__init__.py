@@ -1,0 +1,21 @@
+"""Serving artifacts: a model compiled once, opened in processes that do not have its code."""
+
+from afd_graph.artifact.errors import ArtifactError, GuardError
+from afd_graph.artifact.load import load
+from afd_graph.artifact.model import LoadedExperts, LoadedModel, LoadedProgram
+from afd_graph.artifact.operators import allow_operators
+from afd_graph.artifact.write import Checkpoint, save
+from afd_graph.capture import Example
+
+__all__ = [
+    "ArtifactError",
+    "Checkpoint",
+    "Example",
+    "GuardError",
+    "LoadedExperts",
+    "LoadedModel",
+    "LoadedProgram",
+    "allow_operators",
+    "load",
+    "save",
+]
