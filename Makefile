@@ -27,7 +27,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup torchair-setup demo test lint types bench matrix clean
+.PHONY: help setup torchair-setup browser-setup demo test lint types bench matrix clean
 
 help:  ## show this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ $(TORCH_NPU)/%.downloaded: | $(READY)
 	@$(BIN)/python -m pip download --quiet $(PIP_ARGS) --no-deps --only-binary=:all: \
 	  --platform manylinux_2_28_x86_64 --python-version 3.11 torch_npu==$* -d $(@D)
 	@touch $@
+
+# A browser is a package of the system, which only root may install.
+browser-setup:  ## install Chromium (Debian, as root), which the page of a run is tested in
+	@if command -v chromium chromium-browser chrome >/dev/null; then echo "== a Chromium is here"; \
+	else echo "== Chromium from the system's packages"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; fi
 
 demo: $(READY)  ## DeepSeek-V2-Lite's shape, compiled and split, against the eager model
 	@echo "== demo: one compiled model, two programs"

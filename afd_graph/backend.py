@@ -25,7 +25,7 @@ from afd_graph.attention import keep_attention_whole
 from afd_graph.compiled_graph import CompiledGraph, guarded, without_cut
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector
-from afd_graph.dump import GraphDump, write_dumped_trace
+from afd_graph.dump import GraphDump, write_dumped_trace, write_report
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
@@ -68,6 +68,8 @@ class AFDBackend:
         order = "receive-first" if self.credits == 1 else "send-first"
         self._report = Report(credits=self.credits, order=order)
         self._tracer = Tracer(self.channel, self._report) if self.config.trace else None
+        self._report.trace = None if self._tracer is None else self._tracer.trace
+        self._report.dump_dir = self.config.dump_dir
         self._plan = plan
         self._step_metadata: AttentionMetadata | None = None
         # Compiled code is specialised on its sizes, and a free cut would be one more of them.
@@ -176,6 +178,8 @@ class AFDBackend:
         graph_report = self._note(programs)
         if dump is not None:
             dump.finish(programs, graph_report)
+            assert self.config.dump_dir is not None
+            write_report(self._report, self.config.dump_dir)
         _compat.trace_graph("afd_unsplit", programs.unsplit)
         if programs.split is not None:
             _compat.trace_graph("afd_two_stage", programs.split)
@@ -287,14 +291,14 @@ class AFDBackend:
     def close(self) -> None:
         """Stop the FFN side and free what it holds; idempotent.
 
-        Writes ``trace.rank<rank>.json`` where there are a trace and a dump directory.
+        With a dump directory, writes ``report.json`` and what was traced there.
         """
-        is_open = self._finalizer.alive
+        is_open, directory = self._finalizer.alive, self.config.dump_dir
         self._finalizer()
-        if is_open and self._tracer is not None and self.config.dump_dir is not None:
-            trace = self._tracer.trace()
-            if trace.steps:
-                write_dumped_trace(trace, self.config.dump_dir)
+        if is_open and directory is not None and self._report.graphs:
+            write_report(self._report, directory)
+            if self._tracer is not None:
+                write_dumped_trace(self._tracer.trace(), directory)
 
     def __enter__(self) -> AFDBackend:
         return self

@@ -5,12 +5,14 @@
     01_normalize.before.txt  01_normalize.after.txt  01_normalize.diff.txt
     ...
     match.txt  schedule.svg  schedule.trace.json  report.txt
+<directory>/report.json    what was compiled, and how steps ran until the backend was closed
 <directory>/trace.rank0.json    with AFDConfig(trace=True), when the backend is closed
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch import fx
 
 from afd_graph.picture import write_svg
 from afd_graph.pipeline import Programs
-from afd_graph.report import GraphReport
+from afd_graph.report import GraphReport, Report
 from afd_graph.schedule_ir import StageCosts
 from afd_graph.simulate import simulate
 from afd_graph.trace import write_trace
@@ -81,11 +83,15 @@ class GraphDump:
         (self.folder / name).write_text(text)
 
 
+def write_report(report: Report, directory: str) -> None:
+    """Write what is known so far; called after every graph and at the end."""
+    path = Path(directory) / "report.json"
+    path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
 def write_dumped_trace(trace: Trace, directory: str) -> None:
     """Write the measured steps beside the graphs of their run."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    trace.write(folder / f"trace.rank{trace.rank}.json")
+    trace.write(Path(directory) / f"trace.rank{trace.rank}.json")
 
 
 def count_difference(before: fx.Graph, after: fx.Graph) -> str:

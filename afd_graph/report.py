@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from afd_graph.tracing import Trace
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Report:
         order: ``receive-first`` or ``send-first``.
         graphs: one entry per captured graph.
         observers: called with every step that ended without an error.
+        trace: hands out the measured steps; None when the backend does not trace.
+        dump_dir: where graphs were dumped; None when they were not.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -98,6 +105,43 @@ class Report:
     observers: list[Callable[[StepTaken], None]] = field(
         default_factory=list, repr=False, compare=False
     )
+
+    trace: Callable[[], Trace] | None = field(default=None, repr=False, compare=False)
+    dump_dir: str | None = field(default=None, repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was compiled and counted, for JSON."""
+        return {
+            entry.name: (
+                [asdict(item) for item in value]
+                if entry.name in ("layers", "graphs")
+                else dict(value)
+                if isinstance(value, dict)
+                else value
+            )
+            for entry in fields(self)
+            if entry.compare
+            for value in (getattr(self, entry.name),)
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        """The report that :meth:`as_dict` gave."""
+        read = dict(values)
+        read["layers"] = [LayerReport(**layer) for layer in read["layers"]]
+        read["graphs"] = [GraphReport(**graph) for graph in read["graphs"]]
+        read["steps_unsplit"] = Counter(read["steps_unsplit"])
+        return cls(**read)
+
+    def html(self, path: str | PathLike[str], *, title: str = "afd-graph") -> None:
+        """Write a self-contained page: matches, timelines, plan of every step, graphs.
+
+        Timelines need ``AFDConfig(trace=True)``, graphs ``dump_dir``; without them the page says
+        so in their place.
+        """
+        from afd_graph.html import from_report, write_html
+
+        write_html(from_report(self, title), path)
 
     def count(self, step: StepTaken) -> None:
         """Count one step and tell who observes."""

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "compare": "Which answers changed between two runs, and whether the split was really active.",
     "serve": "Run one rank of attention and FFN ranks over torch.distributed.",
     "doctor": "What is installed, which versions, and what works on this machine.",
+    "report": "A run or a compile as a page, as pictures, as one Perfetto trace.",
     "simulate": "Predict throughput, latency and the best division of a cluster.",
 }
 """Name of each command -> one line of help. The command is the attribute ``command`` of the module
