@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import re
 import sys
@@ -182,14 +183,34 @@ def _overloads_of_older_pytorch() -> Iterator[None]:
         OpOverloadPacket.__getattr__ = original  # type: ignore[method-assign]
 
 
+def has_torch_npu() -> bool:
+    """Whether torch_npu itself is installed here: see cann_stand_ins.py."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
 def load(version: str | None = None) -> Any:
     """Import torchair; the process keeps this version and its patches of PyTorch."""
+    if has_torch_npu():
+        return _load_installed()
     version = version or os.environ.get("AFD_TORCH_NPU", "2.13.0")
     sys.meta_path.insert(0, _Native())
     sys.path.insert(0, str(unpacked(version)))
     define_npu_operators(version)  # before torchair registers converters for them
     with _overloads_of_older_pytorch():
         return importlib.import_module("torchair")
+
+
+def _load_installed() -> Any:
+    """The torchair of the installed torch_npu; its native modules must not be called here."""
+    importlib.import_module("torch_npu")
+    torchair = importlib.import_module("torchair")
+    torchair.get_compiler  # noqa: B018  (imports the rest)
+    core = importlib.import_module("torchair.core._torchair")
+    core.get_registered_ir_def = native.definition
+    core.check_cann_compat = lambda *_: ""
+    core.InitializeGraphEngine = core.FinalizeGraphEngine = lambda *_: None
+    importlib.import_module("torchair.core._backend")._cached_device_id = 0
+    return torchair
 
 
 def npu_schemas(version: str) -> dict[str, str]:
