@@ -26,6 +26,10 @@ aten = torch.ops.aten
 _LEFT_UP_CAUSAL, _RIGHT_DOWN_CAUSAL = 2, 3
 """Sparse modes of the NPU kernel."""
 
+_WINDOW = ("pre_tockens", "next_tockens", "pre_tokens", "next_tokens")
+_UNLIMITED = 2147483647
+"""What each query sees before and behind it, as the versions of the NPU kernel spell it."""
+
 
 def recover_attention(graph: fx.Graph) -> int:
     """Rewrite ``graph`` in place; returns how many kernels became ``afd.attention``."""
@@ -78,6 +82,8 @@ def _fusion_on_npu(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
         return None
     query, key, value = (given[name] for name in ("query", "key", "value"))
     mask, mode = given["atten_mask"], given["sparse_mode"]
+    if mode == 0 and min(given[n] for n in _WINDOW if n in given) < _UNLIMITED:
+        return None
     causal = mode == _RIGHT_DOWN_CAUSAL or (mode == _LEFT_UP_CAUSAL and _equally_long(query, key))
     if mode and not causal:
         return None
@@ -86,12 +92,21 @@ def _fusion_on_npu(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
     elif mask is not None:
         if mask.meta["val"].dtype is not torch.bool:
             return None
-        with graph.inserting_before(node):
-            visible = graph.call_function(aten.logical_not.default, (mask,))  # it marks the hidden
-        visible.meta = dict(mask.meta)
-        mask = visible
+        mask = _negated(graph, node, mask)  # it marks the hidden
     grouped = query.meta["val"].shape[1] != key.meta["val"].shape[1]
     return (query, key, value, mask, causal, given["scale"], grouped)
+
+
+def _negated(graph: fx.Graph, before: fx.Node, mask: fx.Node) -> fx.Node:
+    """The other truth of ``mask``: what it was negated from, where the dispatch did that."""
+    if mask.target in (aten.logical_not.default, aten.bitwise_not.default):
+        source = _first(mask)
+        if source.meta["val"].dtype is torch.bool:
+            return source
+    with graph.inserting_before(before):
+        other = graph.call_function(aten.logical_not.default, (mask,))
+    other.meta = dict(mask.meta)
+    return other
 
 
 def _recover_products(graph: fx.Graph, softmax: fx.Node) -> int:

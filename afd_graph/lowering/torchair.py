@@ -35,7 +35,8 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
 
     Args:
         gm: a scheduled attention program.
-        compiler_config: torchair's ``CompilerConfig``; its default compiles a GE graph.
+        compiler_config: ``CompilerConfig`` of torchair, whose default compiles a GE graph, or of
+            npugraph_ex, which captures.
 
     Raises:
         ConfigError: torchair is not installed, or the connector is not ``cam``.
@@ -54,7 +55,7 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
         lower_to_plain_ops(prepared.graph)
     prepared.recompile()
     inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    compiled = torchair.get_compiler(config)(prepared, inputs)
+    compiled = _package_of(config).get_compiler(config)(prepared, inputs)
 
     def run(arguments: Sequence[Any]) -> Any:
         results = compiled(*arguments)
@@ -82,10 +83,16 @@ def prepare(graph: fx.Graph, group: CamGroup, num_experts: Any, route: str) -> N
 def decompositions(compiler_config: Any = None) -> dict[Any, Any]:
     """The table that torchair itself gives to AOTAutograd."""
     torchair = import_torchair()
-    from torchair.npu_fx_compiler import _get_merged_decompositions
-
     config = torchair.CompilerConfig() if compiler_config is None else compiler_config
-    return _get_merged_decompositions(config)
+    package = _package_of(config).__name__
+    compiler = importlib.import_module(f"{package}.npu_fx_compiler")
+    return compiler._get_merged_decompositions(config)
+
+
+def _package_of(config: Any) -> Any:
+    """torchair, or npugraph_ex: the package that a configuration is of."""
+    import_torchair()
+    return importlib.import_module(type(config).__module__.split(".")[0])
 
 
 def import_torchair() -> Any:

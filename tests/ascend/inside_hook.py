@@ -25,7 +25,7 @@ from tiny_models import VOCABULARY, deepseek_v2
 
 warnings.filterwarnings("ignore")
 torchair = session.start()
-LAYERS = 3
+LAYERS = 2
 
 
 def config(**changes: Any) -> AFDConfig:

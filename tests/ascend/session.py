@@ -190,7 +190,7 @@ afd, aten = torch.ops.afd, torch.ops.aten
 _LAYERS, _ROWS, _WIDTH = 2, 8, 16
 
 
-def two_stages() -> fx.GraphModule:
+def two_stages(device: str = "cpu") -> fx.GraphModule:
     """Two stages of two layers; "attention" is one matrix product."""
     graph = fx.Graph()
     shapes = {"stage_0": (_ROWS, _WIDTH), "stage_1": (_ROWS, _WIDTH), "weight": (_WIDTH, _WIDTH)}
@@ -199,7 +199,7 @@ def two_stages() -> fx.GraphModule:
     for name, shape in shapes.items():
         inputs[name] = graph.placeholder(name)
         with mode:
-            inputs[name].meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+            inputs[name].meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device=device)
 
     def call(stage: int, target: Any, *arguments: Any) -> fx.Node:
         node = graph.call_function(target, arguments)

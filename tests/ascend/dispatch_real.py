@@ -1,0 +1,223 @@
+"""The dispatch of the real torch_npu: what it leaves in the graphs, matched and lowered as well.
+
+Every tensor is a fake one on an NPU that does not exist, see ``cann_stand_ins.py``: graphs are
+made and looked at, never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import cam_emulator
+import captured_code
+import loader
+import pytest
+import session
+import torch
+from ge_graph import GeGraph, faults
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import afd_graph
+from afd_graph import AFDConfig
+from afd_graph.connectors.cam_group import CamGroup
+from afd_graph.lowering.ascend import streams
+from afd_graph.lowering.torchair import prepare
+from afd_graph.passes.recover_attention import recover_attention
+from afd_graph.pipeline import Pipeline
+from tiny_models import VOCABULARY, deepseek_v2
+
+warnings.filterwarnings("ignore")
+assert loader.has_torch_npu(), "run by test_dispatch.py, in its own environment"
+torchair = session.start()
+import npugraph_ex  # noqa: E402  (torch_npu first)
+
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    torch._dynamo.reset()
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def captured_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The operators of every graph that reaches our passes."""
+    graphs: list[list[str]] = []
+    original = Pipeline.run
+
+    def run(self: Pipeline, gm: fx.GraphModule, *arguments: Any) -> Any:
+        graphs.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
+        return original(self, gm, *arguments)
+
+    monkeypatch.setattr(Pipeline, "run", run)
+    yield graphs
+
+
+def model(mode: FakeTensorMode, experts: str, **config: Any) -> tuple[Any, torch.Tensor]:
+    """A DeepSeek-V2 on the NPU, and a prompt."""
+    torch.set_default_dtype(torch.bfloat16)
+    with mode, torch.device("npu:0"):
+        network = deepseek_v2(
+            experts, num_hidden_layers=1 + LAYERS, first_k_dense_replace=1, **config
+        )
+        return network, torch.randint(0, VOCABULARY, (1, 12))
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_our_backend_matches_and_lowers(experts, monkeypatch):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    network, ids = model(mode, experts)
+    recorder = session.Recorder(torchair)
+    compiler = session.backend(cam_emulator.World(1, 1))
+    with captured_graphs(monkeypatch) as graphs, mode, recorder.watching(), torch.no_grad():
+        compiled = torch.compile(
+            lambda ids: network(input_ids=ids, use_cache=False).logits,
+            backend=compiler,
+            dynamic=False,
+            fullgraph=True,
+        )
+        with compiler, pytest.raises(Exception, match="get_npu_format"):  # where a run begins
+            compiled(ids)
+    (graph,) = graphs
+    assert "aten.matmul.default" in graph  # not taken apart, as it is on the CPU
+    assert "npu._npu_dtype_cast.default" in graph
+    assert len(compiler.report().layers) == LAYERS
+    unsplit, split = (GeGraph(program.ge()) for program in recorder.programs)
+    assert faults(unsplit) == []
+    assert faults(split) == []
+    assert len(split.exchanges()) == 2 * LAYERS
+
+
+def test_the_hook_recovers_fused_attention(monkeypatch):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    network, ids = model(mode, "grouped_mm")
+    options = {
+        "attention_ranks": 1,
+        "ffn_ranks": 1,
+        "rank": 0,
+        "max_tokens": session.MAX_TOKENS,
+        "group_name": "group",
+    }
+    hook = afd_graph.torchair_pre_pass_for(AFDConfig(connector="cam", connector_options=options))
+    found: list[list[str]] = []
+    programs: list[Any] = []
+
+    def watched(gm: fx.GraphModule, inputs: Any, config: Any) -> None:
+        found.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
+        hook(gm, inputs, config)
+
+    config = torchair.CompilerConfig()
+    config.post_grad_custom_pre_pass = watched
+    fx_compiler = torchair.npu_fx_compiler._NpuFxCompiler
+    original = fx_compiler._gen_compiled_gm
+
+    def kept(self: Any, *arguments: Any) -> Any:
+        programs.append(original(self, *arguments))
+        return programs[-1]
+
+    monkeypatch.setattr(fx_compiler, "_gen_compiled_gm", kept)
+    # Before any hook runs, torchair compiles C++ against CANN's headers for an operator without
+    # converter. The headers are not here, and after our hook the operator is not either.
+    scan = importlib.import_module("torchair._ge_concrete_graph.custom_op_pre_scan")
+    monkeypatch.setattr(scan, "prescan_and_compile_custom_ops", lambda *_: None)
+    backend = torchair.get_npu_backend(compiler_config=config)
+    with mode, torch.no_grad(), pytest.raises(Exception, match="get_npu_format"):
+        torch.compile(network, backend=backend, dynamic=False, fullgraph=True)(
+            input_ids=ids, use_cache=False
+        )
+    fused = [name for name in found[0] if name.startswith("npu.npu_fusion_attention")]
+    assert len(fused) == 1 + LAYERS
+    graph = GeGraph(programs[0].graph._proto)
+    assert faults(graph) == []
+    assert len(graph.exchanges()) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_scaled_dot_product_attention_is_recovered(causal, heads):
+    with FakeTensorMode(), torch.device("npu:0"):
+        query, key = (torch.empty(1, n, 8, 16, dtype=torch.bfloat16) for n in heads)
+        gm = make_fx(
+            lambda q, k: torch.nn.functional.scaled_dot_product_attention(
+                q, k, k, is_causal=causal, enable_gqa=heads[0] != heads[1]
+            )
+        )(query, key)
+    gm.graph.eliminate_dead_code()
+    assert any("npu_fusion_attention" in str(node.target) for node in gm.graph.nodes)
+    assert recover_attention(gm.graph) == 1
+    (attention,) = gm.graph.find_nodes(
+        op="call_function", target=torch.ops.afd.attention.default
+    )
+    mask, is_causal, _, grouped = attention.args[3:]
+    assert (mask, is_causal, grouped) == (None, causal, heads[0] != heads[1])
+
+
+CONFIGURATIONS = {"aclgraph": torchair.CompilerConfig, "npugraph_ex": npugraph_ex.CompilerConfig}
+
+
+def captured(route: str) -> str:
+    """The code for a captured graph of two stages."""
+    gm = session.two_stages("npu:0")
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    config = CONFIGURATIONS[route]()
+    if route == "aclgraph":
+        config.mode = "reduce-overhead"
+    assert streams.route_of(config) == route
+    prepare(gm.graph, CamGroup(1, 1, 0, 64, group_name="g"), lambda layer: 8, route)
+    gm.recompile()
+    package = npugraph_ex if route == "npugraph_ex" else torchair
+    return session.Lowered(gm, inputs, None).compile_again(package, config).get_code()
+
+
+@pytest.mark.parametrize("route", list(CONFIGURATIONS))
+def test_captured_graphs_have_an_event_around_all_communication(route):
+    code = captured(route)
+    assert captured_code.exchanges(code) == [
+        "afd_async_dispatch_send",
+        "afd_async_combine_recv",
+    ] * 4
+    assert captured_code.faults(code) == []
+
+
+def test_events_of_npugraph_ex_itself_are_lost(monkeypatch):
+    """Why its ``record`` and ``wait`` are not used: they come out as nothing, and rows race."""
+    original = streams._Writer.__init__
+
+    def with_its_own(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.air = torch.ops.npugraph_ex
+
+    monkeypatch.setattr(streams._Writer, "__init__", with_its_own)
+    found = captured_code.faults(captured("npugraph_ex"))
+    assert sum("does not wait for its rows" in fault for fault in found) == 8
+    assert any("before it has arrived" in fault for fault in found)
+
+
+def test_the_backend_takes_a_configuration_of_npugraph_ex(monkeypatch):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    network, ids = model(mode, "grouped_mm")
+    compiler = session.backend(
+        cam_emulator.World(1, 1),
+        lowering_options={"compiler_config": npugraph_ex.CompilerConfig()},
+    )
+    recorder = session.Recorder(npugraph_ex)
+    with mode, recorder.watching(), torch.no_grad(), compiler:
+        compiled = torch.compile(
+            lambda ids: network(input_ids=ids, use_cache=False).logits,
+            backend=compiler,
+            dynamic=False,
+            fullgraph=True,
+        )
+        with contextlib.suppress(Exception):  # there is no device to capture on
+            compiled(ids)
+    codes = [program.result.get_code() for program in recorder.programs]
+    assert [len(captured_code.exchanges(code)) for code in codes] == [2 * LAYERS, 4 * LAYERS]
+    assert [captured_code.faults(code) for code in codes] == [[], []]
