@@ -19,6 +19,7 @@ READY := .venv/.ready
 TYPING := .cache/typing
 TORCH_NPU := .cache/torch_npu
 WHEELS := $(TORCH_NPU)/2.13.0.downloaded $(TORCH_NPU)/2.10.0.post4.downloaded
+DISPATCH := .venv-torchair-b
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
@@ -27,10 +28,11 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup torchair-setup browser-setup demo test lint types bench matrix clean
+.PHONY: help setup torchair-setup torchair-dispatch-setup browser-setup demo test lint types bench \
+  matrix clean
 
 help:  ## show this list
-	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv
 
@@ -59,11 +61,27 @@ browser-setup:  ## install Chromium (Debian, as root), which the page of a run i
 	else echo "== Chromium from the system's packages"; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; fi
 
+# Here torch_npu is installed, in an environment that borrows all other packages from .venv, with
+# stand-ins for the libraries of CANN. They are compiled: gcc and binutils are needed.
+torchair-dispatch-setup: $(DISPATCH)/.ready  ## install torch_npu apart, to test its dispatch
+
+$(DISPATCH)/.ready: tests/ascend/cann_stand_ins.py tests/ascend/cann_stand_ins.c | $(READY)
+	@echo "== environment in $(DISPATCH): torch_npu $(TORCH) and stand-ins for CANN"
+	@command -v gcc >/dev/null && command -v nm >/dev/null || \
+	  { echo "gcc and nm are needed to make the stand-ins: install gcc and binutils" >&2; exit 1; }
+	@test -x $(DISPATCH)/bin/python || $(BIN)/python -m venv $(DISPATCH)
+	@site() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(site $(BIN)/..)')" > $$(site $(DISPATCH))/shared.pth
+	@$(DISPATCH)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps torch_npu==$(TORCH)
+	@TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(DISPATCH)/bin/python tests/ascend/cann_stand_ins.py \
+	  $(DISPATCH)/stand-ins
+	@touch $@
+
 demo: $(READY)  ## DeepSeek-V2-Lite's shape, compiled and split, against the eager model
 	@echo "== demo: one compiled model, two programs"
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: $(READY) $(WHEELS)  ## run all tests that this machine can run
+test: $(READY) $(WHEELS) $(DISPATCH)/.ready  ## run all tests that this machine can run
 	@echo "== tests, $(WORKERS) at a time"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 

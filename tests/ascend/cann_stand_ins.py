@@ -22,13 +22,22 @@ from pathlib import Path
 import torch  # not torch_npu, which cannot be imported yet
 
 ANSWERS = Path(__file__).with_suffix(".c")
-LIBRARIES = (
-    "libhccl libacl_op_compiler libge_runner libgraph libacl_tdt_channel libfmk_parser "
-    "libascend_protobuf libatb"
-).split()
-LOADED_BY_NAME = (
-    "aclrtSetDeviceSatMode aclSetCompileopt aclrtSetOpExecuteTimeOut aclrtDestroyStreamForce"
-).split()
+LIBRARIES = [
+    "libhccl",
+    "libacl_op_compiler",
+    "libge_runner",
+    "libgraph",
+    "libacl_tdt_channel",
+    "libfmk_parser",
+    "libascend_protobuf",
+    "libatb",
+]
+LOADED_BY_NAME = [
+    "aclrtSetDeviceSatMode",
+    "aclSetCompileopt",
+    "aclrtSetOpExecuteTimeOut",
+    "aclrtDestroyStreamForce",
+]
 """Symbols that torch_npu looks up at run time."""
 
 _OF_THE_TOOLCHAIN = ("Py", "_Py", "__gmon", "_ITM", "__cxa", "__gxx", "_Jv")

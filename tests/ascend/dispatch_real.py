@@ -153,9 +153,7 @@ def test_scaled_dot_product_attention_is_recovered(causal, heads):
     gm.graph.eliminate_dead_code()
     assert any("npu_fusion_attention" in str(node.target) for node in gm.graph.nodes)
     assert recover_attention(gm.graph) == 1
-    (attention,) = gm.graph.find_nodes(
-        op="call_function", target=torch.ops.afd.attention.default
-    )
+    (attention,) = gm.graph.find_nodes(op="call_function", target=torch.ops.afd.attention.default)
     mask, is_causal, _, grouped = attention.args[3:]
     assert (mask, is_causal, grouped) == (None, causal, heads[0] != heads[1])
 
@@ -180,10 +178,14 @@ def captured(route: str) -> str:
 @pytest.mark.parametrize("route", list(CONFIGURATIONS))
 def test_captured_graphs_have_an_event_around_all_communication(route):
     code = captured(route)
-    assert captured_code.exchanges(code) == [
-        "afd_async_dispatch_send",
-        "afd_async_combine_recv",
-    ] * 4
+    assert (
+        captured_code.exchanges(code)
+        == [
+            "afd_async_dispatch_send",
+            "afd_async_combine_recv",
+        ]
+        * 4
+    )
     assert captured_code.faults(code) == []
 
 
