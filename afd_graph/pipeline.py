@@ -289,15 +289,26 @@ class Pipeline:
             assume_causal=self.config.assume_causal,
             parameters=_parameters(graph, weight_of),
         )
-        if self.config.split == "request":
-            return infer(mode="batch")
-        try:
-            return infer(mode="sequence")
-        except NoTokenAxis as one_token_each:
+        if self.config.split != "request":
             try:
-                return infer(mode="batch")
-            except NoTokenAxis:
-                raise one_token_each from None
+                return infer(mode="sequence")
+            except NoTokenAxis as one_token_each:
+                try:
+                    return infer(mode="batch")
+                except NoTokenAxis:
+                    raise one_token_each from None
+        try:
+            return infer(mode="batch")
+        except NoTokenAxis as one_request:
+            reason = one_request
+            # For one token the planner has one word, whatever the policy.
+            try:
+                infer(mode="sequence")
+            except NoTokenAxis as one_token:
+                reason = one_token
+            except UnsupportedError:
+                pass
+            raise reason from None
 
     @contextmanager
     def _pass(

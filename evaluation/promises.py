@@ -50,7 +50,9 @@ def _promised(
         assert isinstance(plan, StagePlan)
         stages = [stage.actual_tokens for stage in plan.stages]
         answer = Step(plan.policy, True)
-    if not configuration.sequence_parallel:
+    # Without an axis to cut there is none to share either: one request runs as in plain TP.
+    nothing_to_cut = answer.reason in ("single_request", "single_token")
+    if not configuration.sequence_parallel or nothing_to_cut:
         rows = [-(-stage * (requests if through else 1) // ranks) for stage in stages]
     elif through:
         rows = [requests * -(-stage // ranks) for stage in stages]

@@ -7,12 +7,16 @@ from fractions import Fraction
 from math import comb
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from afd_graph import AFDBackend, AFDConfig
+from afd_graph.activation import StepLog
 from afd_graph.cli.group import afd_graph
 from afd_graph.compare import activation, compare, mcnemar
 from afd_graph.errors import ResultsError
 from afd_graph.results import Document, Run, Step, write_results
+from tiny_models import PlainModel
 
 SPLIT = Step("token", True, rows=(4, 4))
 UNSPLIT = Step(None, False, "single_token", rows=(4, 0))
@@ -273,3 +277,23 @@ def test_command_exit_codes(files, tmp_path):
     answer = run_command(a, str(tmp_path / "bad.jsonl"), "--json")
     assert answer.exit_code == 1
     assert "bad.jsonl:1: id is missing" in json.loads(answer.stdout)["error"]
+
+
+def test_a_policy_that_was_only_configured_is_caught(tmp_path):
+    """From the counters of a real backend: every step is smaller than what is worth cutting."""
+    ids = torch.arange(14).view(2, 7)
+    paths = []
+    for name, least in (("small", 100), ("large", 2)):
+        config = AFDConfig(split="token", min_split_tokens=least)
+        with AFDBackend(config) as backend, torch.no_grad():
+            compiled = torch.compile(PlainModel(), backend=backend, dynamic=True)
+            with StepLog(backend).record() as steps:
+                token = int(compiled(ids)[0, -1].argmax())
+        paths.append(tmp_path / f"{name}.jsonl")
+        document = Document("0", "ids", (token,), "", "token", tuple(steps), mode=name)
+        write_results(paths[-1], [document])
+    answer = run_command(*map(str, paths))
+    assert answer.exit_code == 3
+    assert f"NEVER ACTIVE in {paths[0]}: 1 steps, 1 unsplit: below_min_tokens" in answer.output
+    assert answer.output.count("NEVER ACTIVE") == 1
+    assert "policy active in 1 of 1 steps" in answer.output

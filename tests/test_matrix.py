@@ -40,6 +40,7 @@ def promised(name: str, lengths: list[int], steps: int = 2) -> list[Step]:
         ("none-sp", [4, 7, 5], ("disabled", (3 * 4,)), ("disabled", (2,))),
         ("token-tp", [7], ("token", (2, 2)), ("single_token", (1,))),
         ("request-tp", [7], ("single_request", (4,)), ("single_token", (1,))),
+        ("request-sp", [7], ("single_request", (4,)), ("single_token", (1,))),
     ],
 )
 def test_promises(name, lengths, prompt, decode):

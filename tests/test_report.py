@@ -97,3 +97,15 @@ def test_a_failed_step_is_not_counted():
             compiled(IDS)
         assert backend.report().steps_split == 1
         assert backend.channel.outstanding == 0
+
+
+@pytest.mark.parametrize("policy", ["token", "request"])
+def test_one_token_has_one_reason_whatever_the_policy(policy):
+    """The planner's: what a step could not be cut for is the same word in every graph."""
+    with AFDBackend(AFDConfig(split=policy)) as backend, torch.no_grad():
+        compiled = torch.compile(PlainModel(), backend=backend, dynamic=True)
+        compiled(IDS[:1, :1].clone())
+        compiled(IDS[:1].clone())
+        report = backend.report()
+    expected = {"single_token": 1} | ({"single_request": 1} if policy == "request" else {})
+    assert dict(report.steps_unsplit) == expected
