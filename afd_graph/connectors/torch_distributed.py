@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from afd_graph.connectors import row_quantisation as quantisation
 from afd_graph.connectors.base import Connector, WorkItem
-from afd_graph.connectors.torch_distributed_watch import Watch
+from afd_graph.connectors.torch_distributed_watch import Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     NO_SHARED_ROWS,
     Header,
@@ -128,6 +129,7 @@ class TorchDistributedConnector(Connector):
         self._next_sequence = 0
         self._by_ticket: dict[int, _Flight] = {}
         self._prepared: torch.Tensor | None = None
+        self._last_item: tuple[int | None, int | None] = None, None
         self._closed = False
 
     @property
@@ -226,6 +228,7 @@ class TorchDistributedConnector(Connector):
             {peer.rank for peer in self._peers},
         )
         self._next_sequence += 1
+        self._last_item = item.layer, item.stage
         slot.flight = flight
         self._by_ticket[flight.sequence] = flight
         ranks = self._world.ranks
@@ -313,33 +316,29 @@ class TorchDistributedConnector(Connector):
                 self._free(flight)
 
     def abandon(self) -> None:
-        """Forget every item.
-
-        The ranks of a tensor-parallel replica cannot: the others are in the middle of the step
-        that failed here, so the world ends.
-        """
+        """Forget every item; the FFN ranks still answer what they have, and nobody looks."""
         for ticket in list(self._by_ticket):
-            item = self._by_ticket[ticket].item
             self.release(ticket)
-            if self._world.config.tp_size > 1 and self._watch is not None:
-                self._watch.fail(
-                    f"{self._world.name} gave up a step in which its replica takes part",
-                    item.layer,
-                    item.stage,
-                    remedy="see what went wrong on that rank, then restart both roles",
-                )
 
     def failure_behind(self, error: BaseException) -> ConnectorError | None:
         """The end of the world, when that is why ``error`` was raised outside the connector.
 
-        A collective of the model fails with words of its own when a rank is gone.
+        A collective of the model fails with words of its own when a rank is gone. And when a step
+        fails on one rank of a tensor-parallel replica, the others are in the middle of it and
+        cannot go on: the world ends with what went wrong here.
         """
-        if self._watch is None or isinstance(error, ConnectorError):
+        if self._watch is None:
             return None
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            self._watch.fail(f"a collective failed on {self._world.name}: {error}".splitlines()[0])
+        if self._world.ranks.tp > 1 and self._watch.failure is None:
+            self._watch.fail(
+                f"a step failed on {self._world.name}: {type(error).__name__}: {cause(error)}",
+                *self._last_item,
+                remedy="see what went wrong on that rank, then restart both roles",
+            )
         failure = self._watch.failure
-        return None if failure is None else failure.error(self._world.name)
+        if failure is None or isinstance(error, ConnectorError):
+            return None
+        return failure.error(self._world.name, *self._last_item)
 
     def gather(self, values: list[str]) -> list[list[str]]:
         """Collect what every attention rank gives; on rank 0 by rank, nothing elsewhere.
@@ -474,7 +473,7 @@ class TorchDistributedConnector(Connector):
     def _lost(self, peer: _Peer, error: BaseException, layer: int, stage: int | None) -> None:
         assert self._watch is not None
         self._watch.fail(
-            f"{self._world.ranks.name(peer.rank)} is gone: {error}".splitlines()[0], layer, stage
+            f"{self._world.ranks.name(peer.rank)} is gone: {cause(error)}", layer, stage
         )
         self._watch.raise_failure(layer, stage)
 
@@ -487,10 +486,11 @@ class _Peer:
     ) -> None:
         self.rank = rank
         self.offset_ns = 0
-        self._name = world.ranks.name(rank)
+        self._name, self._here = world.ranks.name(rank), world.name
         self._watch = watch
         self._take = take
         self._link = Link(rank, world.answers, world.config.latency_s)
+        self._limit = timedelta(seconds=world.config.timeout_s)
         self._expected: queue.SimpleQueue[_Expected | None] = queue.SimpleQueue()
         self._headers = [header_buffer() for _ in range(world.config.credits + 1)]
         self._posted = 0
@@ -513,7 +513,7 @@ class _Peer:
                 break
             except queue.Empty:
                 self._watch.raise_failure()
-        work.wait()
+        work.wait(self._limit)
         del encoded
         return end - begin, theirs - (begin + end) // 2
 
@@ -524,7 +524,7 @@ class _Peer:
         encoded, work = self._link.send_header(header, Tag.REQUEST)
         sent = self._link.send(payload, Tag.REQUEST_ROWS)
         for waiting in (work, sent):
-            waiting.wait()
+            waiting.wait(self._limit)
         del encoded
 
     def send_item(
@@ -548,7 +548,7 @@ class _Peer:
             return
         try:
             encoded, work = self._link.send_header(Header(Kind.BYE), Tag.REQUEST)
-            work.wait()
+            work.wait(timedelta(seconds=_BYE_S))
             del encoded
         except RuntimeError:
             return  # it is gone itself
@@ -586,8 +586,11 @@ class _Peer:
                 self._watch.fail(f"{self._name} answered garbage: {error.what}", layer, stage)
                 return
             except RuntimeError as error:
-                self._watch.fail(f"{self._name} is gone: {error}".splitlines()[0], layer, stage)
+                self._watch.fail(f"{self._name} is gone: {cause(error)}", layer, stage)
                 return
+            except Exception as error:
+                self._watch.fail(f"{self._here} failed: {error!r}", layer, stage)
+                raise
 
 
 def _check_kind(header: Header, kinds: tuple[Kind, ...]) -> None:

@@ -10,8 +10,10 @@ reach the store raises what it knows itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,8 +28,10 @@ log = logging.getLogger(__name__)
 
 _FAILURE = "failure"
 _PARTS = 10  # beats in one timeout
-_LONGEST_BEAT_S = 5.0
+_LONGEST_PAUSE_S = 1.0
+_RANKS_PER_S = 64  # beats that a rank reads in a second, so that the store can serve a large world
 _SILENT = 0.6  # share of the timeout after which a rank without a beat is lost
+_LEAVING_S = 0.05  # pause between beats of a rank that is about to leave
 _DECIDE_S = 2.0  # longest wait for the store to say which failure was first
 
 
@@ -53,13 +57,21 @@ class Failure:
         self, here: str, layer: int | None = None, stage: int | None = None
     ) -> ConnectorError:
         """As an error on rank ``here``, which was in ``layer`` and ``stage``."""
-        told = "" if self.reporter == here else f" (found by {self.reporter})"
+        known = self.reporter == here or self.reporter in self.what
+        told = "" if known else f" (found by {self.reporter})"
         return ConnectorError(
             self.what + told,
             layer=self.layer if layer is None else layer,
             stage=self.stage if stage is None else stage,
             remedy=self.remedy or "restart the processes of both roles",
         )
+
+
+def cause(error: BaseException) -> str:
+    """What gloo says in one phrase, without the place in its source and its advice."""
+    text = str(error).splitlines()[0] if str(error) else repr(error)
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text)
+    return text.partition(". This is typically")[0].removesuffix(".")
 
 
 class Watch:
@@ -94,6 +106,9 @@ class Watch:
         self._told: dict[int, dict[str, Any]] = {}
         self._seen: dict[int, tuple[int, float]] = {}
         self._round_s = time.monotonic()
+        pause_s = max(_LONGEST_PAUSE_S, world.ranks.size / _RANKS_PER_S)
+        self._pause_s = min(self._timeout_s / _PARTS, pause_s)
+        self._store_holder = f"torchrun, or else in {world.ranks.name(0)},"
         self._keys = [f"beat {rank}" for rank in range(world.ranks.size)]
         self._beat()
         self._thread = threading.Thread(target=self._run, name="afd-watch", daemon=True)
@@ -129,7 +144,7 @@ class Watch:
         """End the world when the store has not answered for too long."""
         silent = time.monotonic() - self._round_s
         if not self._ended and self._failure is None and silent > self._timeout_s:
-            self.fail(f"the store of the process group has not answered for {silent:.1f} s")
+            self.fail(f"the store in {self._store_holder} has not answered for {silent:.1f} s")
 
     def status_of(self, rank: int) -> dict[str, Any]:
         """What ``rank`` told in its last beat that was seen here."""
@@ -139,8 +154,8 @@ class Watch:
         """Say that this rank needs the world no more.
 
         Args:
-            wait_for_all: return when all ranks have left, or the world has failed; for the rank
-                whose process holds the store.
+            wait_for_all: return when all ranks have left or know that the world has failed; for
+                the rank whose process may hold the store.
         """
         self._left = True
         self._wake.set()
@@ -149,7 +164,9 @@ class Watch:
             others = [r for r in range(self._world.ranks.size) if r != self._world.rank]
             if all(told.get(rank, {}).get("left") for rank in others):
                 break
-            time.sleep(0.05)
+            time.sleep(_LEAVING_S)
+        if wait_for_all and self._failure is not None:
+            self._wait_for_the_others()
         deadline = time.monotonic() + _DECIDE_S
         while not self._ended and time.monotonic() < deadline:
             if self._failure is not None or self._told.get(self._world.rank, {}).get("left"):
@@ -160,22 +177,17 @@ class Watch:
         self._thread.join(_DECIDE_S)
 
     def _run(self) -> None:
-        pause = min(self._timeout_s / _PARTS, _LONGEST_BEAT_S)
         while not self._ended and self._failure is None:
             try:
                 self._round()
             except RuntimeError as error:
                 if self._ended or (self._left and self._candidate is None):
                     return
-                self._decide(
-                    self._candidate
-                    or Failure(
-                        f"the store of the process group is gone, and with it the process that "
-                        f"holds it, torchrun or rank 0: {error}".partition("\n")[0],
-                        self._world.name,
-                    )
-                )
-            self._wake.wait(pause)
+                # Whatever else was noticed comes after the end of the process with the store.
+                also = "" if self._candidate is None else f"; {self._candidate.what}"
+                what = f"the store in {self._store_holder} is gone: {cause(error)}{also}"
+                self._decide(Failure(what, self._world.name))
+            self._wake.wait(_LEAVING_S if self._left else self._pause_s)
             self._wake.clear()
 
     def _round(self) -> None:
@@ -187,10 +199,10 @@ class Watch:
         self._beat()
         if self._candidate is not None:
             said = self._store.compare_set(_FAILURE, "", json.dumps(asdict(self._candidate)))
-            self._decide(Failure(**json.loads(said)))
+            self._learn(said)
             return
         if self._store.check([_FAILURE]):
-            self._decide(Failure(**json.loads(self._store.get(_FAILURE))))
+            self._learn(self._store.get(_FAILURE))
             return
         now = time.monotonic()
         paused = now - self._round_s > _SILENT * self._timeout_s
@@ -208,6 +220,20 @@ class Watch:
                 )
                 self._wake.set()
         self._round_s = time.monotonic()
+
+    def _learn(self, text: bytes) -> None:
+        """Take the failure from the store, and say so."""
+        self._store.set(_learnt(self._world.rank), "")
+        self._decide(Failure(**json.loads(text)))
+
+    def _wait_for_the_others(self) -> None:
+        """Keep the store alive for a moment, so that the others learn what happened."""
+        keys = [_learnt(r) for r in range(self._world.ranks.size) if r != self._world.rank]
+        deadline = time.monotonic() + 2 * self._pause_s + _LEAVING_S
+        with contextlib.suppress(RuntimeError):
+            store = self._world.store()
+            while time.monotonic() < deadline and not store.check(keys):
+                time.sleep(_LEAVING_S)
 
     def _read_beats(self) -> list[dict[str, Any]]:
         """What every rank tells; a rank without a first beat tells beat -1."""
@@ -236,3 +262,7 @@ class Watch:
         log.error("%s: %s", self._world.name, failure.what)
         for listener in self.listeners:
             listener()
+
+
+def _learnt(rank: int) -> str:
+    return f"learnt {rank}"

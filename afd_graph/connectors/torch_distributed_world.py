@@ -16,9 +16,11 @@ compares. So all ranks come to the same answer, and to the same message when the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +45,7 @@ PROTOCOL = 1
 
 _BACKENDS = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl"}
 _POLL_S = 0.05
+_READ_S = 5.0  # longest that rank 0 waits for the others to read what it read
 _MAX_ROWS = 1 << 31
 LEAST_TIMEOUT_S = 0.5
 
@@ -200,11 +203,29 @@ class World:
     def __init__(self, config: WorldConfig) -> None:
         self.config = config
         if not dist.is_initialized():
-            dist.init_process_group(
-                config.backend, timeout=timedelta(seconds=config.connect_timeout_s)
-            )
+            try:
+                dist.init_process_group(
+                    config.backend, timeout=timedelta(seconds=config.connect_timeout_s)
+                )
+            except (RuntimeError, ValueError) as error:
+                raise ConnectorError(
+                    f"the process group was not made: {error}".splitlines()[0],
+                    remedy="start all ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
+                    "and MASTER_PORT",
+                ) from error
         size, self.rank = dist.get_world_size(), dist.get_rank()
+        self._store: Any = dist.PrefixStore("afd", _compat.default_store())
         attention = config.attention_ranks or size - config.ffn_ranks
+        # Before any group is made: a rank with another topology would make other groups, and the
+        # ranks would wait for each other.
+        topology = {
+            "ffn_ranks": config.ffn_ranks,
+            "attention_ranks": attention,
+            "tp_size": config.tp_size,
+            "device": config.device,
+        }
+        told = self._exchange("topology", topology, [f"rank {rank}" for rank in range(size)])
+        check_ranks_agree(told)
         if attention < 1 or attention + config.ffn_ranks != size or attention % config.tp_size:
             raise ConfigError(
                 f"{size} ranks are not {attention} attention ranks (replicas of "
@@ -212,7 +233,6 @@ class World:
                 remedy="start attention_ranks + ffn_ranks processes",
             )
         self.ranks = Ranks(attention, config.ffn_ranks, config.tp_size)
-        self._store: Any = dist.PrefixStore("afd", _compat.default_store())
         limit = timedelta(seconds=config.timeout_s)
         self.tp_group: dist.ProcessGroup | None = None
         if config.tp_size > 1:
@@ -264,34 +284,46 @@ class World:
             ConnectorError: ranks did not come within ``connect_timeout_s``, or one gave up.
         """
         facts = dataclasses.asdict(dataclasses.replace(self.config, policy=policy))
-        for own in ("device", "connect_timeout_s"):
-            del facts[own]
-        # Ranks that leave attention_ranks out must not differ from ranks that give it.
-        facts["attention_ranks"] = self.ranks.attention
+        for known in ("device", "connect_timeout_s", "ffn_ranks", "attention_ranks", "tp_size"):
+            del facts[known]
         facts["version"] = f"{__version__} (protocol {PROTOCOL}, torch {torch.__version__})"
+        names = [self.ranks.name(rank) for rank in range(self.ranks.size)]
+        settings = self._exchange("settings", facts, names)
+        stated = settings[names[0]]["policy"]
+        for name in names[self.ranks.attention :]:
+            settings[name]["policy"] = settings[name]["policy"] or stated
+        check_ranks_agree(settings)
+
+    def _exchange(
+        self, what: str, facts: dict[str, Any], names: list[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Give ``facts`` to all ranks, and get those of all ranks by their names."""
         store = self.store()
-        store.set(_hello(self.rank), json.dumps(facts))
-        keys = [_hello(rank) for rank in range(self.ranks.size)]
-        deadline = time.monotonic() + self.config.connect_timeout_s
+        keys = [f"{what} {rank}" for rank in range(len(names))]
+        store.set(keys[self.rank], json.dumps(facts))
+        limit = self.config.connect_timeout_s
+        deadline = time.monotonic() + limit
         # Asked again and again, not awaited: Ctrl-C must get through.
-        while not store.check(keys):
-            self.raise_if_given_up(store)
+        while not self._asked(store.check, keys):
+            self._raise_if_given_up(store)
             if time.monotonic() > deadline:
-                missing = [r for r in range(self.ranks.size) if not store.check([_hello(r)])]
+                missing = [
+                    name for key, name in zip(keys, names, strict=True) if not store.check([key])
+                ]
                 raise ConnectorError(
-                    "did not come to the handshake within "
-                    f"{self.config.connect_timeout_s:g} s: "
-                    + ", ".join(self.ranks.name(rank) for rank in missing),
+                    f"did not come to the handshake within {limit:g} s: {', '.join(missing)}",
                     remedy="see the messages of these ranks, or raise connect_timeout_s",
                 )
             time.sleep(_POLL_S)
-        settings: dict[str, dict[str, Any]] = {}
-        for rank, text in enumerate(store.multi_get(keys)):
-            settings[self.ranks.name(rank)] = json.loads(text)
-        stated = settings[self.ranks.name(0)]["policy"]
-        for values in list(settings.values())[self.ranks.attention :]:
-            values["policy"] = values["policy"] or stated
-        check_ranks_agree(settings)
+        texts = store.multi_get(keys)
+        store.set(f"{keys[self.rank]} read", "")
+        if self.rank == 0:
+            # This process may hold the store, and end when the settings differ.
+            read = [f"{key} read" for key in keys]
+            deadline = time.monotonic() + _READ_S
+            while time.monotonic() < deadline and not self._asked(store.check, read):
+                time.sleep(_POLL_S)
+        return {name: json.loads(text) for name, text in zip(names, texts, strict=True)}
 
     def share(self, name: str, value: Any = None) -> Any:
         """Give ``value``, as JSON, to all ranks; where it is None, wait for the one who does.
@@ -304,21 +336,27 @@ class World:
             store.set(f"shared {name}", json.dumps(value))
             return value
         while not store.check([f"shared {name}"]):
-            self.raise_if_given_up(store)
+            self._raise_if_given_up(store)
             time.sleep(_POLL_S)
         return json.loads(store.get(f"shared {name}"))
 
     def give_up(self, error: BaseException) -> None:
         """Tell the ranks that wait in :meth:`agree` that this one will not come."""
-        self.store().set("gave up", f"{self.name} failed before the handshake: {error}")
+        with contextlib.suppress(RuntimeError):  # the store's holder may be gone
+            self.store().set("gave up", f"{self.name} failed before the handshake: {error}")
 
-    def raise_if_given_up(self, store: dist.Store) -> None:
-        """Raise what a rank said in :meth:`give_up`."""
+    def _asked(self, question: Callable[[list[str]], bool], keys: list[str]) -> bool:
+        try:
+            return question(keys)
+        except RuntimeError as error:
+            raise ConnectorError(
+                "the store of the process group is gone before the handshake, and with it the "
+                "process that holds it: torchrun, or else rank 0 (attention 0)",
+                remedy="see the messages of that process",
+            ) from error
+
+    def _raise_if_given_up(self, store: dist.Store) -> None:
         if store.check(["gave up"]):
             raise ConnectorError(
                 store.get("gave up").decode(), remedy="see the messages of that rank"
             )
-
-
-def _hello(rank: int) -> str:
-    return f"hello {rank}"

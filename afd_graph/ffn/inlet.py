@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from afd_graph.connectors import row_quantisation as quantisation
-from afd_graph.connectors.torch_distributed_watch import Watch
+from afd_graph.connectors.torch_distributed_watch import Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     GarbageError,
     Header,
@@ -85,7 +85,7 @@ class Inlet:
     ) -> None:
         self.rank = rank
         self.last: tuple[int, int] | None = None
-        self._name = world.ranks.name(rank)
+        self._name, self._here = world.ranks.name(rank), world.name
         self._config = world.config
         self._watch = watch
         self._layout = layout
@@ -115,7 +115,10 @@ class Inlet:
         except GarbageError as error:
             self._fail(f"{self._name} sent garbage: {error.what}")
         except RuntimeError as error:
-            self._fail(f"{self._name} is gone: {error}".splitlines()[0])
+            self._fail(f"{self._name} is gone: {cause(error)}")
+        except Exception as error:
+            self._fail(f"{self._here} failed: {error!r}")
+            raise
 
     def _fail(self, what: str) -> None:
         layer, stage = self.last or (None, None)

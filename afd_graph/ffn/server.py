@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from afd_graph.connectors.torch_distributed_watch import Failure, Watch
+from afd_graph.connectors.torch_distributed_watch import Failure, Watch, cause
 from afd_graph.connectors.torch_distributed_wire import NO_SHARED_ROWS, GarbageError, Header, Kind
 from afd_graph.connectors.torch_distributed_world import World
 from afd_graph.errors import AFDError, ConfigError, ConnectorError
@@ -129,6 +129,7 @@ class FFNServer:
         self._ready: queue.SimpleQueue[list[Part] | None] = queue.SimpleQueue()
         self._present = set(range(world.ranks.attention))
         self._stopped: str | None = None
+        self._last_item: tuple[int | None, int | None] = None, None
         self._counted: Counter[str] = Counter()
         self._busy_ns = 0
         self._begin_ns = time.perf_counter_ns()
@@ -170,7 +171,7 @@ class FFNServer:
             self._watch.fail(f"{self._world.name} was told to stop: {self._stopped}")
             return
         if self._stopped is None:
-            self._watch.raise_failure()
+            self._watch.raise_failure(*self._last_item)
         self._watch.leave(wait_for_all=False)
 
     def stop(self, why: str = "stop() was called") -> None:
@@ -288,6 +289,7 @@ class FFNServer:
     def _compute(self, merged: MergedItem) -> None:
         """Run an item and start sending its answers."""
         item = merged.item
+        self._last_item = item.layer, item.stage
         begin = time.perf_counter_ns()
         error: ConnectorError | None = None
         shared: Sequence[torch.Tensor | None] = [
@@ -322,7 +324,7 @@ class FFNServer:
                 part.inlet.answer(part, answer, part_shared)
             except RuntimeError as gone:
                 name = self._world.ranks.name(part.inlet.rank)
-                self._watch.fail(f"{name} is gone: {gone}".splitlines()[0], item.layer, item.stage)
+                self._watch.fail(f"{name} is gone: {cause(gone)}", item.layer, item.stage)
                 return
 
     def _overdue(self) -> Failure | None:
