@@ -23,6 +23,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from _models import Compiled, deepseek_v2, half, one_core_a_side
+from _verdict import verdict
 from torch import nn
 from transformers import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
@@ -179,7 +180,7 @@ def main() -> int:
         f"{'dtype':>9} {'tokens':>6} {'compiled':>11} {'by hand':>11} {'ratio':>7} "
         f"{'of medians':>10} {'of processor':>12} {'rounds':>6}"
     )
-    passed = True
+    worst = 0.0
     for dtype, lengths in SHAPES:
         model = deepseek_v2(dtype, **SIZES)
         compiled = Compiled(
@@ -194,7 +195,7 @@ def main() -> int:
                     compiled, by_hand, ids, options.limit, options.least, options.most
                 )
                 ratio = min(ours.wall) / min(hand.wall)
-                passed &= ratio <= options.limit
+                worst = max(worst, ratio)
                 print(
                     f"{str(dtype).removeprefix('torch.'):>9} {tokens:>6} "
                     f"{min(ours.wall) * 1e3:>8.2f} ms {min(hand.wall) * 1e3:>8.2f} ms "
@@ -204,8 +205,9 @@ def main() -> int:
                     flush=True,
                 )
         torch.compiler.reset()
-    print(f"at most {options.limit:g} times the loop by hand: {'yes' if passed else 'NO'}")
-    return 0 if passed else 1
+    holds = worst <= options.limit
+    verdict("compiled over the loop by hand", worst, f"at most {options.limit:g}", holds)
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

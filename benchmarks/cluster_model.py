@@ -18,6 +18,7 @@ import sys
 
 import torch
 from _models import UNSPLIT, Compiled, deepseek_v2, one_core_a_side
+from _verdict import verdict
 
 from afd_graph.cluster.measured import Sample, fit, predict, samples
 from afd_graph.efficiency import efficiency
@@ -103,9 +104,9 @@ def main() -> int:
             f"{stages:>12} {measured * 1e3:>7.1f} ms {seconds * 1e3:>7.1f} ms "
             f"{seconds / measured:>7.4f}"
         )
-    passed = worst <= options.tolerance
-    print(f"every prediction within {options.tolerance:.0%}: {'yes' if passed else 'NO'}")
-    return 0 if passed else 1
+    holds = worst <= options.tolerance
+    verdict("prediction off by", worst, f"at most {options.tolerance:g}", holds)
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 from _models import Compiled, deepseek_v2, one_core_a_side
+from _verdict import verdict
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "n_routed_experts": 8}
 
@@ -33,7 +34,7 @@ def main() -> int:
     compiled = Compiled(
         model, trace=True, connector="process", connector_options={"threads": 1, "cpus": theirs}
     )
-    passed = True
+    worst = 0.0
     print(f"{options.layers} MoE layers, {options.rounds} rounds, two stages")
     print(f"{'tokens':>7} {'plain':>10} {'traced':>10} {'cost':>8} {'of medians':>10} {'wall':>8}")
     with torch.no_grad(), compiled.backend as backend:
@@ -55,13 +56,14 @@ def main() -> int:
             medians = [median(s for s, _ in spent[kind]) for kind in (False, True)]
             walls = [min(w for _, w in spent[kind]) for kind in (False, True)]
             cost = traced_s / plain - 1
-            passed &= cost <= options.bound
+            worst = max(worst, cost)
             print(
                 f"{tokens:>7} {plain * 1e3:>7.2f} ms {traced_s * 1e3:>7.2f} ms {cost:>+8.2%} "
                 f"{medians[1] / medians[0] - 1:>+10.2%} {walls[1] / walls[0] - 1:>+8.2%}"
             )
-    print(f"tracing costs at most {options.bound:.0%}: {'yes' if passed else 'NO'}")
-    return 0 if passed else 1
+    holds = worst <= options.bound
+    verdict("processor time added by tracing", worst, f"at most {options.bound:g}", holds)
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":
