@@ -37,6 +37,7 @@ OPTIONAL_PASSES = ("normalize", "shard_dispatch", "verify")
 LAYOUT_LOG_VARIABLE = "AFD_ASYNC_MOE_LAYOUT_LOG"
 RECEIVED_ROWS_VARIABLE = "BATCH_SIZE_FACTOR"
 HOOK_VARIABLE = "AFD_OPTIONS"
+ASCEND_HOME_VARIABLE = "ASCEND_HOME_PATH"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
@@ -191,6 +192,11 @@ class AFDConfig:
 def hook_options() -> str:
     """Options for :func:`afd_graph.torchair_pre_pass`, a JSON object; empty when not set."""
     return os.environ.get(HOOK_VARIABLE, "")
+
+
+def ascend_home() -> str:
+    """Where CANN is, if it is installed: its own variable, else its usual place."""
+    return os.environ.get(ASCEND_HOME_VARIABLE) or "/usr/local/Ascend"
 
 
 def received_rows_factor() -> float:
