@@ -24,7 +24,16 @@ from _models import Compiled, deepseek_v2, one_core_a_side  # noqa: E402
 
 from afd_graph.html import from_report, to_html  # noqa: E402
 
-SHOTS = {"report-timeline.png": ("run", 760), "report-graphs.png": ("graphs", 900)}
+# What is taken away from the page before each picture, and how high the picture is.
+SHOTS = {
+    "report-timeline.png": ("#steps, #model, #graphs", 830),
+    "report-graphs.png": ("#run, #timeline, #steps, #model", 900),
+}
+_PREPARE = """<script>setTimeout(() => {{
+  for (const section of document.querySelectorAll({away!r})) section.style.display = "none";
+  byId("query").value = "cam_";
+  showPass();
+}}, 1500);</script></body>"""
 
 
 def page(folder: Path) -> str:
@@ -64,14 +73,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "page.html"
-        file.write_text(page(folder / "dump"), encoding="utf-8")
-        for shot, (section, height) in SHOTS.items():
+        text = page(folder / "dump")
+        for shot, (away, height) in SHOTS.items():
+            file.write_text(text.replace("</body>", _PREPARE.format(away=away)), encoding="utf-8")
             subprocess.run(
                 [
                     *(chromium, "--headless=new", "--no-sandbox", "--disable-gpu"),
                     *("--hide-scrollbars", f"--window-size=1300,{height}"),
                     *("--virtual-time-budget=5000", f"--screenshot={HERE / 'figures' / shot}"),
-                    f"{file.as_uri()}#{section}",
+                    file.as_uri(),
                 ],
                 check=True,
                 capture_output=True,
