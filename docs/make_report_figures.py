@@ -9,6 +9,7 @@ closest to its prediction; other work on the machine can only add to the others.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -39,8 +40,8 @@ _PREPARE = """<script>setTimeout(() => {{
 def page(folder: Path) -> str:
     """The page of a run of eight MoE layers with a step of each kind."""
     _, theirs = one_core_a_side()
-    model = deepseek_v2(num_hidden_layers=8, hidden_size=768, num_attention_heads=8,
-                        n_routed_experts=8, moe_intermediate_size=768, kv_lora_rank=128,
+    model = deepseek_v2(num_hidden_layers=8, hidden_size=512, num_attention_heads=8,
+                        n_routed_experts=8, moe_intermediate_size=256, kv_lora_rank=128,
                         qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=96)  # fmt: skip
     compiled = Compiled(
         model,
@@ -58,11 +59,31 @@ def page(folder: Path) -> str:
         content = from_report(
             backend.report(), "DeepseekV2, 8 MoE layers, 512 tokens, two CPU cores"
         )
+    # Where packages are installed concerns nobody.
+    graphs = tuple(
+        dataclasses.replace(
+            graph,
+            passes=tuple(
+                dataclasses.replace(p, before=shorter(p.before), after=shorter(p.after))
+                for p in graph.passes
+            ),
+        )
+        for graph in content.graphs
+    )
     (trace,) = content.traces
     split = [n for n, step in enumerate(trace.steps) if step.policy is not None]
     best = min(split, key=lambda n: trace.timeline(n).total_s / trace.predicted(n).total_s)
     steps = (trace.steps[best], trace.steps[-1], trace.steps[best])
-    return to_html(dataclasses.replace(content, traces=(dataclasses.replace(trace, steps=steps),)))
+    return to_html(
+        dataclasses.replace(
+            content, graphs=graphs, traces=(dataclasses.replace(trace, steps=steps),)
+        )
+    )
+
+
+def shorter(text: str) -> str:
+    """``text`` with paths of modules that begin at their package."""
+    return re.sub(r"/\S*/site-packages/", "", text)
 
 
 def main() -> None:
