@@ -38,6 +38,11 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
+def preset_source(name: str) -> str:
+    """Where the values of a preset are published."""
+    return str(json.loads((PRESETS / f"{name}.json").read_text())[_SOURCE])
+
+
 def load_config(source: str) -> Any:
     """The configuration of a model.
 

@@ -17,6 +17,7 @@ from afd_graph.cli.output import fail
 from afd_graph.errors import AFDError
 
 COMMANDS: dict[str, str] = {
+    "inspect": "What would be matched, planned, scheduled and refused of a model, without weights.",
     "bench": "Run the benchmarks of this repository: measured ratios against their bounds.",
     "compile": "Compile a model ahead of time into an artifact that starts without its code.",
     "compare": "Which answers changed between two runs, and whether the split was really active.",
