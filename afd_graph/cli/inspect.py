@@ -153,7 +153,8 @@ def _print(summary: dict[str, Any], found: list[Any], ffn_ranks: int, full_order
     rest = summary["bytes"] - summary["expert_bytes"]
     click.echo(
         f"  {summary['parameters'] / 1e9:.1f} billion parameters, "
-        f"{summary['bytes'] / gib:.1f} GiB: {rest / gib:.1f} GiB with attention, {summary['expert_bytes'] / gib:.1f} GiB of experts"
+        f"{summary['bytes'] / gib:.1f} GiB: {rest / gib:.1f} GiB with attention, "
+        f"{summary['expert_bytes'] / gib:.1f} GiB of experts"
         + (f", {summary['expert_bytes_per_ffn_rank'] / gib:.1f} a rank" * (ffn_ranks > 1))
     )
     for program in found:
