@@ -36,12 +36,28 @@ def aot_compile(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd(
+    compile_graph = aot_autograd(
         fw_compiler=compiler,
         inference_compiler=compiler,
         decompositions=decompositions,
         keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    )
+    # PyTorch's cache holds what its own compiler makes; aot_compile insists on it.
+    uncached = {"strict_autograd_cache": False, "bundled_autograd_cache": False}
+    with torch._functorch.config.patch({**uncached, "force_autograd_cache": False}):
+        return compile_graph(gm, example_inputs)
+
+
+def serializable_callable() -> Any:
+    """The class of what ``aot_compile`` can save."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
+
+
+def is_saving() -> bool:
+    """Whether the graph that is compiled now is wanted by ``aot_compile``, which may save it."""
+    return bool(torch._functorch.config.bundled_autograd_cache)
 
 
 def functional_graph(

@@ -71,6 +71,7 @@ class AFDBackend:
         self._report.trace = None if self._tracer is None else self._tracer.trace
         self._report.dump_dir = self.config.dump_dir
         self._plan = plan
+        self._to_save: bytes | AFDError | None = None
         self._step_metadata: AttentionMetadata | None = None
         # Compiled code is specialised on its sizes, and a free cut would be one more of them.
         self._cut_is_input = self.config.lowering == "eager"
@@ -109,20 +110,29 @@ class AFDBackend:
             for part in _compat.flat_input(value)
         ]
         compiled: list[CompiledGraph] = []
+        is_saving = _compat.is_saving()
 
         def compile_aten(aten: fx.GraphModule, _fakes: Sequence[Any]) -> Callable[..., Any]:
-            graph = self._compile(aten, inputs)
+            graph = self._compile(aten, inputs, is_saving)
             compiled.append(graph)
             return _compat.boxed(graph.run)
 
         table = decompositions(self.config.lowering, self.config.lowering_options)
         runner = _compat.aot_compile(gm, example_inputs, compile_aten, table)
         moved = compiled[0].moved if compiled else set()
-        return guarded(
+        run = guarded(
             runner, {i: value for i, value in enumerate(example_inputs) if id(value) in moved}
         )
+        if self._to_save is None:
+            return run
+        from afd_graph.aot import SavedGraph
 
-    def _compile(self, gm: fx.GraphModule, inputs: list[_Input]) -> CompiledGraph:
+        saved, self._to_save = self._to_save, None
+        return SavedGraph(run, saved, self._report, self.close)
+
+    def _compile(
+        self, gm: fx.GraphModule, inputs: list[_Input], is_saving: bool = False
+    ) -> CompiledGraph:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         if len(placeholders) != len(inputs):
             raise AFDError(
@@ -189,6 +199,13 @@ class AFDBackend:
             for expression in program.expressions()
             for _, weight in expression.weights
         }
+        if is_saving:
+            from afd_graph.aot import stored_graph
+
+            positions = {id(found.value): i for i, found in enumerate(inputs) if found.is_weight}
+            self._to_save = stored_graph(
+                programs, graph_report, self.config, self.credits, positions
+            )
         unsplit = lower(self.config.lowering, programs.unsplit, self.config.lowering_options)
         split, chooser = self._two_stages(programs)
         return CompiledGraph(
@@ -253,7 +270,7 @@ class AFDBackend:
                         layer, match.name, match.num_experts, match.top_k, match.shared_experts
                     )
                 )
-        graph = graph_report(programs)
+        graph = GraphReport.of(programs)
         self._report.graphs.append(graph)
         self._report.nodes_before += graph.nodes_before
         self._report.nodes_after += graph.nodes_after
@@ -305,20 +322,6 @@ class AFDBackend:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def graph_report(programs: Programs) -> GraphReport:
-    """What a report says about one graph."""
-    return GraphReport(
-        layers=[program.layer for program in programs.ffn],
-        mode=None if programs.flow is None else programs.flow.mode,
-        unsplit_reason=programs.unsplit_reason,
-        no_match=[str(failure) for failure in programs.no_match],
-        pass_seconds=dict(programs.pass_seconds),
-        nodes_before=programs.nodes_before,
-        nodes_after=programs.nodes_after,
-        edits=dict(programs.edits),
-    )
 
 
 class _Input:

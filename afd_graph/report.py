@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from afd_graph.pipeline import Programs
     from afd_graph.tracing import Trace
 
 
@@ -54,6 +55,20 @@ class GraphReport:
     nodes_before: int = 0
     nodes_after: int = 0
     edits: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, programs: Programs) -> GraphReport:
+        """What a report says about the programs of one graph."""
+        return cls(
+            layers=[program.layer for program in programs.ffn],
+            mode=None if programs.flow is None else programs.flow.mode,
+            unsplit_reason=programs.unsplit_reason,
+            no_match=[str(failure) for failure in programs.no_match],
+            pass_seconds=dict(programs.pass_seconds),
+            nodes_before=programs.nodes_before,
+            nodes_after=programs.nodes_after,
+            edits=dict(programs.edits),
+        )
 
 
 @dataclass(frozen=True)

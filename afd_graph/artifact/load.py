@@ -195,7 +195,7 @@ class _Artifact:
             f"programs/{name}.json", lambda stored: program_from_json(stored, credits)
         )
         known = {layer.layer for layer in self.layers}
-        if not known.issuperset(program.report.layers):
+        if not known.issuperset(program.variants.report.layers):
             raise ArtifactError(
                 f"the program {name} dispatches to layers that have no experts",
                 remedy="the artifact is damaged; compile it again",
@@ -246,7 +246,7 @@ class _Artifact:
             LayerReport(x.layer, x.name, x.num_experts, x.top_k, x.shared_experts)
             for x in self.layers
         ]
-        report.graphs = [program.report for program in programs.values()]
+        report.graphs = [program.variants.report for program in programs.values()]
         report.nodes_before = sum(graph.nodes_before for graph in report.graphs)
         report.nodes_after = sum(graph.nodes_after for graph in report.graphs)
         return report
@@ -290,7 +290,7 @@ def _limited(store: Store) -> bytes:
 
 def _move(program: StoredProgram, device: torch.device) -> None:
     """Let the graphs make their tensors on ``device``."""
-    for graph in (program.unsplit, program.split):
-        for node in () if graph is None else graph.nodes:
+    for graph in program.variants.graphs():
+        for node in graph.nodes:
             if isinstance(node.kwargs.get("device"), torch.device):
                 node.update_kwarg("device", device)

@@ -7,21 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from afd_graph.artifact.errors import GuardError
 from afd_graph.artifact.experts import ReadWeight
 from afd_graph.artifact.manifest import Manifest
 from afd_graph.artifact.program import StoredProgram
-from afd_graph.compiled_graph import CompiledGraph
 from afd_graph.config import AFDConfig
 from afd_graph.errors import TrainingError
 from afd_graph.ffn.executor import FFNExecutor
 from afd_graph.ffn.program import FFNProgram
-from afd_graph.lowering import lower
 from afd_graph.report import Report
 from afd_graph.runtime import Channel
-from afd_graph.step import StepChooser
 from afd_graph.structure import StructureError, fit, unflatten
 
 
@@ -51,17 +47,7 @@ class LoadedProgram:
         self._check = stored.guards.checker()
         self._bound = list(tensors)
         self._positions = stored.step_positions()
-        stored.on_channel(channel.name)
-        chooser = None if stored.sizes is None else StepChooser(stored.sizes, config, plan)
-        self._graph = CompiledGraph(
-            report,
-            channel,
-            _lowered(stored.unsplit),
-            None if stored.split is None else _lowered(stored.split),
-            chooser,
-            stored.report.unsplit_reason,
-            set(),
-        )
+        self._graph = stored.variants.compiled(report, channel, config, plan)
 
     def __call__(self, **inputs: Any) -> Any:
         """Run one step.
@@ -212,7 +198,3 @@ class LoadedExperts:
         for program in self.programs:
             executor.add(program)
         return executor
-
-
-def _lowered(graph: fx.Graph) -> Callable[[Sequence[Any]], Any]:
-    return lower("eager", fx.GraphModule(torch.nn.Module(), graph))

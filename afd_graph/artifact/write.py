@@ -34,11 +34,11 @@ from afd_graph.artifact.weights import (
     hash_pieces,
     weights_to_json,
 )
-from afd_graph.backend import graph_report
 from afd_graph.capture import CONSTANT, WEIGHT, Example, LayerNumbers, capture, run_passes
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
 from afd_graph.errors import ConfigError, UnsupportedError
+from afd_graph.report import GraphReport
 
 Progress = Callable[[str], None]
 
@@ -174,7 +174,7 @@ class _Compiler:
         for found in captured.inputs:
             if found.value is not None:
                 self._tensors[found.kind, found.name] = found.value
-        report = graph_report(programs)
+        report = GraphReport.of(programs)
         how = f"two stages ({report.mode})" if programs.split else report.unsplit_reason
         self._progress(f"{name}: {len(report.layers)} MoE layers, {how}")
         return stored_program(captured, programs, report)
