@@ -26,6 +26,7 @@ import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.cam_group import CamGroup, comm_args
+from afd_graph.connectors.cann_window import Window, open_window
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.lowering.ascend.register import missing_kernel, register
 from afd_graph.routing import has_nan
@@ -228,6 +229,7 @@ class CamConnector(Connector):
         )
         self._comm_args = comm_args(device)
         self._traffic: Traffic | None = None
+        self._window: Window | None = None
         self._is_lost = False
         self._is_closed = False
 
@@ -240,6 +242,24 @@ class CamConnector(Connector):
                 remedy="set shared_experts='attention', or use operators='umdk_cam_op_lib'",
             )
 
+    def schedule_context(self, traffic: Traffic) -> torch.Tensor:
+        """The schedule context of CANN's own operators; the window is opened once.
+
+        Raises:
+            ConfigError: other rows than the window was opened for.
+        """
+        if self._window is None:
+            self._window = open_window(
+                self.group, self._process_group, **dataclasses.asdict(traffic)
+            )
+            self._traffic = traffic
+        if traffic != self._traffic:
+            raise ConfigError(
+                f"the window was opened for {self._traffic}, a graph wants {traffic}",
+                remedy="use one connector per model",
+            )
+        return self._window.context
+
     def exchanged(self, traffic: Traffic) -> None:
         """Note that rows were exchanged, by this object or by a graph: peers expect a goodbye."""
         self._traffic = traffic
@@ -248,6 +268,11 @@ class CamConnector(Connector):
         self, hidden: torch.Tensor, ids: torch.Tensor, layer: int, stage: int, num_experts: int
     ) -> None:
         """Start the exchange of ``hidden [n, h]``."""
+        if self.group.is_cann:
+            raise ConnectorError(
+                "operators='cann' run in graphs only",
+                remedy="use lowering='torchair', or another package of operators",
+            )
         self.group.check_rows(hidden.shape[0], layer=layer, stage=stage)
         if hidden.dtype not in self.group.package.dtypes:
             raise ConnectorError(
@@ -325,7 +350,10 @@ class CamConnector(Connector):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._traffic is not None and not self._is_lost:
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+        elif self._traffic is not None and not self._is_lost:
             say_goodbye(self.group, self._traffic, self._comm_args.device)
         if self._process_group is not None:
             self._process_group.shutdown()

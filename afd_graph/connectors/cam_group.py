@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from afd_graph.errors import ConfigError, ConnectorError
-from afd_graph.lowering.ascend.ir_table import MAX_ROWS, PACKAGES, Operator, Package
+from afd_graph.lowering.ascend.ir_table import CANN, FORMS, MAX_ROWS, Operator, Package
 
 COMM_ID = 0
 """Reserved by the operators."""
@@ -33,7 +33,8 @@ class CamGroup:
         tp_size: attention ranks of one replica. The FFN side serves a replica when all of them
             have dispatched.
         dynamic_quant: int8 rows with one scale each on the way to the experts.
-        operators: package of the operators, ``afd_ascend`` or ``umdk_cam_op_lib``.
+        operators: package of the operators, ``afd_ascend`` or ``umdk_cam_op_lib``; or ``cann``,
+            CANN's own, for graphs only.
         group_name: HCCL's name of the group.
     """
 
@@ -53,9 +54,9 @@ class CamGroup:
                 raise ConfigError(
                     f"{name}={value!r} is not a positive number", remedy="use 1 or more"
                 )
-        if self.operators not in PACKAGES:
+        if self.operators not in FORMS:
             raise ConfigError(
-                f"operators={self.operators!r} is not known", remedy=f"use one of {tuple(PACKAGES)}"
+                f"operators={self.operators!r} is not known", remedy=f"use one of {tuple(FORMS)}"
             )
         if self.attention_ranks % self.tp_size:
             raise ConfigError(
@@ -86,7 +87,12 @@ class CamGroup:
     @property
     def package(self) -> Package:
         """The operators."""
-        return PACKAGES[self.operators]
+        return FORMS[self.operators]
+
+    @property
+    def is_cann(self) -> bool:
+        """Whether the operators are CANN's own, which have a schedule context as input."""
+        return self.package.name == CANN.name
 
     @property
     def rows_per_dispatch(self) -> int:

@@ -54,11 +54,15 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
         lower_paged_attention(prepared.graph, route_of(config))
         lower_to_plain_ops(prepared.graph)
     prepared.recompile()
-    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in prepared.graph.nodes if node.op == "placeholder"]
+    added: list[Any] = []
+    if used is not None and _group_of(used).is_cann:
+        connector: Any = used.connector
+        added.append(connector.schedule_context(traffic))
     compiled = _package_of(config).get_compiler(config)(prepared, inputs)
 
     def run(arguments: Sequence[Any]) -> Any:
-        results = compiled(*arguments)
+        results = compiled(*arguments, *added)
         if used is not None:
             connector: Any = used.connector
             connector.exchanged(traffic)

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from afd_graph.lowering.ascend.ir_table import PACKAGES, Operator
+from afd_graph.lowering.ascend.ir_table import CANN, FORMS, Operator
 from afd_graph.lowering.ascend.streams import LABEL
 
-OPERATORS = {o.ge_type: o for package in PACKAGES.values() for o in package.operators}
+OPERATORS = {o.ge_type: o for package in FORMS.values() for o in package.operators}
 _PHASE = {
     o.ge_type: phase
-    for package in PACKAGES.values()
+    for package in FORMS.values()
     for phase in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
     for o in (getattr(package, phase),)
 }
@@ -110,10 +110,7 @@ class GeGraph:
         layers: dict[str, int] = {e.receive: e.layer for e in self.exchanges() if e.receive}
         found = []
         for name in self.communication():
-            layer = layers.get(name, -1)
-            if "layerIndex" in self.ops[name].attr:
-                layer = self.ops[name].attr["layerIndex"].i
-            found.append((str(self.phase(name)), int(layer)))
+            found.append((str(self.phase(name)), layers.get(name, self.layer(name))))
         return found
 
     def served(self, layers: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -133,8 +130,35 @@ class GeGraph:
                 found += [("dispatch_recv", layer), ("combine_send", layer)]
         return found
 
+    def layer(self, name: str) -> int:
+        """MoE layer of a dispatch: an attribute, or the constant that CANN's own one reads."""
+        op = self.ops[name]
+        if "layerIndex" in op.attr:
+            return int(op.attr["layerIndex"].i)
+        if op.type != CANN.dispatch_send.ge_type:
+            return -1
+        source = self.ops[op.input[3].rsplit(":", 1)[0]]
+        while source.type != "Const":
+            source = self.ops[source.input[-1].rsplit(":", 1)[0]]
+        return int.from_bytes(source.attr["value"].t.data[:4], "little")
+
     def exchanges(self) -> list[Exchange]:
-        """Dispatches in order; a receive reads the same expert ids as its dispatch."""
+        """Dispatches in order; a receive reads the same expert ids as its dispatch.
+
+        Those of CANN's own operators have no tensor in common, and are taken in order.
+        """
+        chain = self.communication()
+        kinds = {self.ops[name].type for name in chain}
+        if CANN.dispatch_send.ge_type in kinds:
+            sends = [n for n in chain if self.phase(n) == "dispatch_send"]
+            answers = [n for n in chain if self.phase(n) == "combine_recv"]
+            layers = [self.layer(n) for n in sends]
+            return [
+                Exchange(layer, layers[:i].count(layer), *pair)
+                for i, (layer, pair) in enumerate(
+                    zip(layers, itertools.zip_longest(sends, answers), strict=True)
+                )
+            ]
         receives = {
             self._ids(name, 1): name for name in self.ops if self.phase(name) == "combine_recv"
         }
@@ -142,7 +166,7 @@ class GeGraph:
         found = []
         for name in self.communication():
             if self.phase(name) == "dispatch_send":
-                layer = int(self.ops[name].attr["layerIndex"].i)
+                layer = self.layer(name)
                 receive = receives.get(self._ids(name, 1))
                 found.append(Exchange(layer, seen[layer], name, receive))
                 seen[layer] += 1
@@ -220,6 +244,8 @@ def _signature_faults(op: Any, operator: Operator) -> list[str]:
     found = []
     given = [edge for edge in op.input if not edge.endswith(":-1")]
     inputs = [ir for _, ir in operator.inputs]
+    while inputs and inputs[-1] in operator.optional and len(inputs) > len(given):
+        inputs.pop()  # left out
     described = [desc.name for desc in op.input_desc][: len(given)]
     if len(given) != len(inputs) or described != inputs:
         found.append(f"{op.name} has inputs {described}, the table says {inputs}")

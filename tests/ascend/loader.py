@@ -18,7 +18,7 @@ import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,11 @@ class NativeSide:
         inputs: Sequence[str],
         outputs: Sequence[str],
         attributes: Sequence[tuple[str, str]],
+        optional: Collection[str] = (),
     ) -> None:
         """Let an operator type exist, as the registration of its package would."""
         self.known[operator] = (
-            [(name, "required") for name in inputs],
+            [(name, "optional" if name in optional else "required") for name in inputs],
             [(name, "required") for name in outputs],
             list(attributes),
         )

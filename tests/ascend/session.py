@@ -22,7 +22,7 @@ from afd_graph import AFDBackend, AFDConfig
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.ffn.cam_experts import CamExperts
 from afd_graph.lowering.ascend import ir_table
-from afd_graph.lowering.ascend.ir_table import PACKAGES
+from afd_graph.lowering.ascend.ir_table import FORMS, PACKAGES
 from afd_graph.passes.schedule import schedule
 
 MAX_TOKENS = 64
@@ -33,13 +33,14 @@ def start() -> Any:
     torchair = loader.load()
     cam_emulator.install()
     ir_table.MAX_ROWS = 1024  # type: ignore[misc]
-    for package in PACKAGES.values():
+    for package in FORMS.values():
         for entry in package.operators:
             loader.native.declare(
                 entry.ge_type,
                 [ir for _, ir in entry.inputs],
                 entry.outputs,
                 [(ir, "VT_INT") for _, ir in entry.attributes],
+                entry.optional,
             )
     return torchair
 

@@ -23,13 +23,21 @@ def _converter(operator: Operator) -> Any:
     from torchair import ge
 
     def attribute(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return ge.attr.ListInt(list(value))
         return ge.attr.Str(value) if isinstance(value, str) else ge.attr.Int(int(value))
 
-    def convert(*arguments: Any, meta_outputs: Any = None) -> Any:
-        given = dict(zip(operator.argument_names, arguments, strict=True))
+    def convert(*arguments: Any, meta_outputs: Any = None, **keywords: Any) -> Any:
+        given = {a.name: a.default_value for a in operator.overload._schema.arguments}
+        given.update(zip(operator.argument_names, arguments, strict=False), **keywords)
+        inputs = {ir: given[argument] for argument, ir in operator.inputs}
+        # torchair leaves an empty name for an optional input that is not given, which its own
+        # pass over the sends of CANN stumbles over.
+        while next(reversed(inputs.values())) is None:
+            inputs.popitem()
         return ge.custom_op(
             operator.ge_type,
-            inputs={ir: given[argument] for argument, ir in operator.inputs},
+            inputs=inputs,
             attrs={
                 ir: attribute(0 if argument is None else given[argument])
                 for argument, ir in operator.attributes

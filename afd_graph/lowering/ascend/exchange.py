@@ -62,30 +62,42 @@ def exchange_in_graph(
         UnsupportedError: rows of a dtype that the operators do not carry.
         ConnectorError: more rows than a dispatch may hold.
     """
+    from afd_graph.lowering.ascend.cann_exchange import CannRewriter
+
     propagate_shapes(graph)
-    return _Rewriter(graph, group, num_experts).run()
+    rewriter = CannRewriter if group.is_cann else Rewriter
+    return rewriter(graph, group, num_experts).run()
 
 
 @dataclass
-class _Rows:
-    """The dispatched rows of one (layer, stage), for its receive."""
+class Rows:
+    """The dispatched rows of one (layer, stage), for its receive.
+
+    Attributes:
+        ids: their experts.
+        rows: how many travel.
+        tokens: how many of those are tokens; None when all are.
+    """
 
     ids: fx.Node
     rows: int
-    tokens: fx.Node | None
+    tokens: fx.Node | int | None
 
 
-class _Rewriter:
+class Rewriter:
+    """Puts the operators of a CAM package into a graph."""
+
     def __init__(self, graph: fx.Graph, group: CamGroup, num_experts: Callable[[int], int]) -> None:
         self.graph = graph
         self.group = group
         self.num_experts = num_experts
         self.crossings: list[Crossing] = []
-        self.sent: dict[fx.Node, _Rows] = {}
+        self.sent: dict[fx.Node, Rows] = {}
         self.constants: dict[tuple[Any, ...], fx.Node] = {}
         self.device: torch.device | None = None
 
     def run(self) -> list[Crossing]:
+        """Rewrite every dispatch and receive, in order."""
         for node in list(self.graph.nodes):
             if node.target is DISPATCH:
                 with self.graph.inserting_before(node):
@@ -106,18 +118,7 @@ class _Rewriter:
         assert isinstance(layer, int)
         assert isinstance(stage, int)
         value = hidden.meta["val"]
-        self.device = value.device
-        if value.dtype not in self.group.package.dtypes:
-            raise UnsupportedError(
-                f"{self.group.operators} carries {self.group.package.dtypes}, the rows are "
-                f"{value.dtype}",
-                node=node.name,
-                layer=layer,
-                stage=stage,
-                remedy="load the model in bfloat16 or float16",
-            )
-        # On a symbolic number this is a guard: a larger step is compiled anew, and refused.
-        self.group.check_rows(value.shape[0], layer=layer, stage=stage)
+        self._check(node, value, layer, stage)
         tokens, rows = self._row_count(hidden)
         sizes = self._sizes(value, node.args[1], layer)
         ids = self._cast(ids, torch.int32)
@@ -133,8 +134,22 @@ class _Rewriter:
         arguments = self.group.arguments(send, tensors, rows=rows, layer=layer, **sizes)
         new = self._call(send.overload, *arguments)
         new.meta["afd_stage"] = stage
-        self.sent[node] = _Rows(ids, rows, tokens)
+        self.sent[node] = Rows(ids, rows, tokens)
         self.crossings.append(Crossing(new, "dispatch", layer, stage))
+
+    def _check(self, node: fx.Node, value: torch.Tensor, layer: int, stage: int) -> None:
+        self.device = value.device
+        if value.dtype not in self.group.package.dtypes:
+            raise UnsupportedError(
+                f"{self.group.operators} carries {self.group.package.dtypes}, the rows are "
+                f"{value.dtype}",
+                node=node.name,
+                layer=layer,
+                stage=stage,
+                remedy="load the model in bfloat16 or float16",
+            )
+        # On a symbolic number this is a guard: a larger step is compiled anew, and refused.
+        self.group.check_rows(value.shape[0], layer=layer, stage=stage)
 
     def _receive(self, node: fx.Node) -> fx.Node:
         handle, hidden, weights, layer, stage = node.args[:5]
@@ -189,14 +204,18 @@ class _Rewriter:
         }
 
     def _zeros(self, shape: list[int], dtype: torch.dtype) -> fx.Node:
+        device = self.device
+        return self._constant(
+            (*shape, dtype),
+            lambda: self._call(aten.full.default, shape, 0, dtype=dtype, device=device),
+        )
+
+    def _constant(self, key: tuple[Any, ...], make: Callable[[], fx.Node]) -> fx.Node:
         """A constant, one of each kind, ahead of everything."""
-        key = (*shape, dtype)
         if key not in self.constants:
             first = next(n for n in self.graph.nodes if n.op != "placeholder")
             with self.graph.inserting_before(first):
-                self.constants[key] = self._call(
-                    aten.full.default, shape, 0, dtype=dtype, device=self.device
-                )
+                self.constants[key] = make()
         return self.constants[key]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -27,7 +27,7 @@ from afd_graph._version import __version__
 from afd_graph.config import AFDConfig, hook_options
 from afd_graph.connectors.cam import group_from_options
 from afd_graph.errors import ConfigError
-from afd_graph.lowering.ascend.ir_table import PACKAGES
+from afd_graph.lowering.ascend.ir_table import FORMS
 from afd_graph.lowering.ascend.streams import route_of
 from afd_graph.passes.recover_attention import recover_attention
 from afd_graph.passes.sizes import product, shape_of
@@ -52,6 +52,11 @@ def torchair_pre_pass_for(config: AFDConfig) -> PrePass:
         raise ConfigError(
             f"connector={config.connector!r} does not exchange rows with operators in the graph",
             remedy="use AFDConfig(connector='cam', connector_options=...)",
+        )
+    if config.connector_options.get("operators") == "cann":
+        raise ConfigError(
+            "operators='cann' read a tensor that a hook cannot add to the inputs of a graph",
+            remedy="compile with AFDBackend(AFDConfig(lowering='torchair', ...))",
         )
     digest = config.digest()
     _configurations[digest] = config
@@ -137,7 +142,7 @@ def _chosen(programs: Programs, config: AFDConfig) -> tuple[fx.GraphModule, str]
 
 
 def _is_done(graph: fx.Graph) -> bool:
-    names = {operator.name for package in PACKAGES.values() for operator in package.operators}
+    names = {operator.name for package in FORMS.values() for operator in package.operators}
     return any(
         node.target is DISPATCH
         or str(node.target).removesuffix(".default").replace(".", "::") in names

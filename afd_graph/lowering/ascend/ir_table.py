@@ -6,13 +6,15 @@ registration). The fake kernels, the schemas where no binary package registers t
 converters and the checks of the emitted graph are all made from it.
 
 Two packages offer the same four phases: ``umdk_cam_op_lib``, which also carries the rows of the
-shared experts, and ``afd_ascend``, routed experts only. They do not interoperate.
+shared experts, and ``afd_ascend``, routed experts only. CANN has four operators of its own, which
+torch_npu knows: their arguments are others (:mod:`afd_graph.lowering.ascend.cann_exchange`), and
+they carry one row more for every token, that of a shared expert. No two interoperate.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +59,20 @@ class Operator:
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Argument names, in order."""
-        return tuple(re.findall(r"\w+ (\w+)", self.arguments))
+        return tuple(re.findall(r"[\w\]?] (\w+)", self.arguments))
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Arguments that may be left out and are tensors."""
+        return frozenset(re.findall(r"Tensor\? (\w+)", self.arguments))
+
+    def bind(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of a call, from values by argument name."""
+        positional, _, _ = self.arguments.partition(", *, ")
+        names = self.argument_names
+        count = positional.count(",") + 1
+        keywords = {name: values[name] for name in names[count:] if name in values}
+        return tuple(values[name] for name in names[:count]), keywords
 
     @property
     def overload(self) -> Any:
@@ -364,3 +379,126 @@ PACKAGES = {
     "afd_ascend": Package("afd_ascend", *_ROUTED, carries_shared=False),
 }
 """By the namespace of their operators."""
+
+
+def _named(*names: str) -> tuple[tuple[str, str], ...]:
+    """Arguments that CANN calls by the same names."""
+    return tuple((name, name) for name in names)
+
+
+def _batched(**given: Any) -> tuple[torch.Tensor, ...]:
+    sessions, tokens, slots, width = given["max_out_shape"]
+    rows = sessions * tokens * slots
+    dtype = (torch.float16, torch.bfloat16, torch.int8)[given["token_dtype"]]
+    new = given["schedule_context"].new_empty
+    return (
+        new((rows, width), dtype=dtype),
+        new((given["expert_num"], 2), dtype=torch.int64),
+        *(new((rows,), dtype=torch.int32) for _ in range(4)),
+        new((rows,), dtype=torch.float32),
+        new((1,), dtype=torch.int64),
+    )
+
+
+def _weighted(**given: Any) -> tuple[torch.Tensor, ...]:
+    dtype = (torch.float16, torch.bfloat16)[given["token_dtype"]]
+    new = given["schedule_context"].new_empty
+    rows = given["expert_scales"].shape[0]
+    return (
+        new((rows, given["hidden_size"]), dtype=dtype),
+        new((given["layer_id"].shape[0],), dtype=torch.int32),
+    )
+
+
+_CANN = (
+    Operator(
+        "npu::npu_attention_to_ffn",
+        "Tensor x, Tensor session_id, Tensor micro_batch_id, Tensor layer_id, Tensor expert_ids, "
+        "Tensor expert_rank_table, str group, int world_size, int[] ffn_token_info_table_shape, "
+        "int[] ffn_token_data_shape, int[] attn_token_info_table_shape, int moe_expert_num, *, "
+        "Tensor? scales=None, Tensor? active_mask=None, int quant_mode=0, int sync_flag=0, "
+        "int ffn_start_rank_id=0",
+        "()",
+        "AttentionToFFN",
+        _named(
+            "x",
+            "session_id",
+            "micro_batch_id",
+            "layer_id",
+            "expert_ids",
+            "expert_rank_table",
+            "scales",
+            "active_mask",
+        ),
+        _named(
+            "group",
+            "world_size",
+            "ffn_token_info_table_shape",
+            "ffn_token_data_shape",
+            "attn_token_info_table_shape",
+            "moe_expert_num",
+            "quant_mode",
+            "sync_flag",
+            "ffn_start_rank_id",
+        ),
+        (),
+        lambda **_: None,
+    ),
+    Operator(
+        "npu::npu_ffn_worker_batching",
+        "Tensor schedule_context, int expert_num, int[4] max_out_shape, *, int token_dtype=0, "
+        "int need_schedule=0, int layer_num=0",
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "FfnWorkerBatching",
+        _named("schedule_context"),
+        _named("expert_num", "max_out_shape", "token_dtype", "need_schedule", "layer_num"),
+        (
+            "y",
+            "group_list",
+            "session_ids",
+            "micro_batch_ids",
+            "token_ids",
+            "expert_offsets",
+            "dynamic_scale",
+            "actual_token_num",
+        ),
+        _batched,
+    ),
+    Operator(
+        "npu::npu_ffn_to_attention",
+        "Tensor x, Tensor session_ids, Tensor micro_batch_ids, Tensor token_ids, "
+        "Tensor expert_offsets, Tensor actual_token_num, str group, int world_size, "
+        "int[] token_info_table_shape, int[] token_data_shape, *, Tensor? attn_rank_table=None",
+        "()",
+        "FFNToAttention",
+        _named(
+            "x",
+            "session_ids",
+            "micro_batch_ids",
+            "token_ids",
+            "expert_offsets",
+            "actual_token_num",
+            "attn_rank_table",
+        ),
+        _named("group", "world_size", "token_info_table_shape", "token_data_shape"),
+        (),
+        lambda **_: None,
+    ),
+    Operator(
+        "npu::npu_attention_worker_combine",
+        "Tensor schedule_context, Tensor expert_scales, Tensor layer_id, int hidden_size, *, "
+        "int token_dtype=0, int need_schedule=0",
+        "(Tensor, Tensor)",
+        "AttentionWorkerCombine",
+        _named("schedule_context", "expert_scales", "layer_id"),
+        _named("hidden_size", "token_dtype", "need_schedule"),
+        ("y", "next_layer_id"),
+        _weighted,
+    ),
+)
+
+CANN = Package("npu", *_CANN, carries_shared=True)
+"""CANN's own operators."""
+
+FORMS = {**PACKAGES, "cann": CANN}
+"""Everything that a group can exchange rows with, by the name in its configuration."""

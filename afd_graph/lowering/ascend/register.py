@@ -30,8 +30,10 @@ def register(package: Package) -> None:
 
 
 def _fake(operator: Operator) -> Any:
-    def kernel(*arguments: Any) -> Any:
-        return operator.shapes(**dict(zip(operator.argument_names, arguments, strict=True)))
+    def kernel(*arguments: Any, **keywords: Any) -> Any:
+        given = {a.name: a.default_value for a in operator.overload._schema.arguments}
+        given.update(zip(operator.argument_names, arguments, strict=False))
+        return operator.shapes(**{**given, **keywords})
 
     return kernel
 

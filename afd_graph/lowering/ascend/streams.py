@@ -59,21 +59,34 @@ def put_on_stream(graph: fx.Graph, crossings: Sequence[Crossing], route: str) ->
     return writer.inserted
 
 
+def returns_nothing(node: fx.Node) -> bool:
+    """Whether an operator has no result that another could wait for."""
+    return not node.target._schema.returns  # type: ignore[union-attr]
+
+
 class _Writer:
     def __init__(self, graph: fx.Graph, route: str) -> None:
         self.graph = graph
         self.air = torch.ops.air
         self.scopes = torch.ops.npugraph_ex if route == "npugraph_ex" else torch.ops.air
         self.inserted = 0
+        self.records: dict[fx.Node, fx.Node] = {}
 
     def label(self, crossing: Crossing, before: Crossing | None) -> None:
         """A labelled scope; the wait in it reaches the operator, the first that it holds."""
         with self.graph.inserting_before(crossing.node):
             self._enter(crossing)
             if before is not None:
-                self._call(self.air.wait.default, [before.result or before.node])
+                self._call(self.air.wait.default, [self._done(before)])
         with self.graph.inserting_after(crossing.node):
-            self._call(self.scopes.scope_exit.default)
+            leave = self._call(self.scopes.scope_exit.default)
+        if returns_nothing(crossing.node):
+            with self.graph.inserting_before(leave):
+                self.records[crossing.node] = self._call(self.air.record.default)
+
+    def _done(self, crossing: Crossing) -> fx.Node:
+        """What exists when a crossing is done: a tensor of it, or a record behind it."""
+        return self.records.get(crossing.node) or crossing.result or crossing.node
 
     def fork(self, crossing: Crossing) -> None:
         """The stream waits for what the operator reads, and readers wait for the operator.
