@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from afd_graph import _compat
 from afd_graph.connectors.cam import Traffic
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError
@@ -58,7 +59,8 @@ def lower(gm: fx.GraphModule, compiler_config: Any = None) -> Any:
     added: list[Any] = []
     if used is not None and _group_of(used).is_cann:
         connector: Any = used.connector
-        added.append(connector.schedule_context(traffic))
+        with _compat.real_tensors():
+            added.append(connector.schedule_context(traffic))
     compiled = _package_of(config).get_compiler(config)(prepared, inputs)
 
     def run(arguments: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from ge_graph import GeGraph, faults, role_faults
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError
 from afd_graph.lowering.ascend.ffn_graph import ffn_graph
-from afd_graph.lowering.ascend.ir_table import PACKAGES
+from afd_graph.lowering.ascend.ir_table import FORMS
 from afd_graph.lowering.torchair import prepare
 
 warnings.filterwarnings("ignore")
@@ -54,11 +54,11 @@ def compiled(gm, inputs) -> GeGraph:
     return GeGraph(program.ge())
 
 
-@pytest.mark.parametrize("operators", ["afd_ascend", "umdk_cam_op_lib"])
+@pytest.mark.parametrize("operators", list(FORMS))
 @pytest.mark.parametrize("quant", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_loop_lowers(operators, quant, shared):
-    if shared and not PACKAGES[operators].carries_shared:
+    if shared and not FORMS[operators].carries_shared:
         with pytest.raises(ConfigError, match="carries routed rows only"):
             lowered(group(operators=operators, dynamic_quant=quant), shared)
         return

@@ -201,6 +201,11 @@ def load(version: str | None = None) -> Any:
         return importlib.import_module("torchair")
 
 
+def ge_operators() -> Any:
+    """The operators of CANN as torchair declares them."""
+    return importlib.import_module("torchair._ge_concrete_graph.auto_generated_ge_raw_ops")
+
+
 def _load_installed() -> Any:
     """The torchair of the installed torch_npu; its native modules must not be called here."""
     importlib.import_module("torch_npu")

@@ -10,6 +10,11 @@ interleave as they like, and :class:`afd_graph.ffn.cam_experts.CamExperts` reads
 3. ``combine_send`` with the info tensor as it came.
 
 All communication is on the stream of :mod:`afd_graph.lowering.ascend.streams`, in one order.
+
+With CANN's own operators it is ``npu_ffn_worker_batching``, which waits for all attention ranks and
+groups their rows, and ``npu_ffn_to_attention``; the schedule context is the last input. They bring
+one row more for every token, that of a shared expert: it is told by its place among the choices of
+the token, and answered with zeros where no expert is shared.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError
 from afd_graph.ffn.cam_experts import check_shared, share_of
 from afd_graph.ffn.program import Expression, FFNProgram
+from afd_graph.lowering.ascend.cann_exchange import context_input, token_dtype, window_shapes
 from afd_graph.lowering.ascend.converters import register_converters
 from afd_graph.lowering.ascend.exchange import Crossing
 from afd_graph.lowering.ascend.plain_ops import lower_to_plain_ops
@@ -41,6 +47,8 @@ def ffn_graph(
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """Return the graph and the weights that are its inputs, in order.
 
+    With ``operators="cann"`` the schedule context is one input more, behind the weights.
+
     Args:
         programs: one for each dispatch of a step, in order: every layer once a stage.
         group: this FFN rank's view of the group.
@@ -51,7 +59,7 @@ def ffn_graph(
         ConfigError: more than one replica, shared experts that the operators do not carry, or
             torch_npu is missing.
     """
-    if group.attention_ranks != group.tp_size:
+    if group.attention_ranks != group.tp_size and not group.is_cann:
         raise ConfigError(
             f"a graph serves one replica, this group has {group.attention_ranks // group.tp_size}",
             remedy="serve several replicas with afd_graph.ffn.cam_experts.CamExperts",
@@ -76,6 +84,7 @@ class _Builder:
         self.inputs: dict[int, fx.Node] = {}
         self.weights: list[torch.Tensor] = []
         self.crossings: list[Crossing] = []
+        self.context: fx.Node | None = None
 
     def build(self, programs: Sequence[FFNProgram]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
         shares = {
@@ -90,7 +99,11 @@ class _Builder:
             for expression in share.expressions():
                 for _, weight in expression.weights:
                     self._input(weight)
-        sent = [self._serve(p, shares[id(p)], turn) for turn, p in enumerate(programs)]
+        serve = self._serve
+        if self.group.is_cann:
+            serve = self._serve_cann
+            self.context = context_input(self.graph, self.mode, self.device)
+        sent = [serve(p, shares[id(p)], turn) for turn, p in enumerate(programs)]
         self.graph.output(tuple(sent))
         lower_to_plain_ops(self.graph)
         put_on_stream(self.graph, self.crossings, "ge")
@@ -136,12 +149,73 @@ class _Builder:
         self.crossings.append(Crossing(sent, "dispatch", whole.layer, turn))
         return sent
 
+    def _serve_cann(self, whole: FFNProgram, share: FFNProgram, turn: int) -> fx.Node:
+        """One turn over CANN's operators; returns the number of rows that it answered."""
+        package, group = self.group.package, self.group
+        each = group.experts_per_rank(whole.num_experts)
+        shapes = window_shapes(group, whole.hidden_size, self.top_k)
+        receive = package.dispatch_recv
+        values = {
+            **shapes,
+            "schedule_context": self.context,
+            "expert_num": each + 1,  # the shared one is numbered behind the routed ones
+            "token_dtype": token_dtype(group, whole.dtype, sent=True),
+            "need_schedule": 1,
+            "layer_num": 0,
+        }
+        args, kwargs = receive.bind(values)
+        chunk = self.graph.call_function(receive.overload, args, kwargs)
+        named = {
+            output: self._call(operator.getitem, chunk, i)
+            for i, output in enumerate(receive.outputs)
+        }
+        self.crossings.append(Crossing(chunk, "receive", whole.layer, turn, named["y"]))
+        rows = named["y"]
+        if group.dynamic_quant:
+            rows = self._scaled(rows, named["dynamic_scale"], whole.dtype)
+        answer = self._program(share.routed, rows, self._counts(named["group_list"], each))
+        shared = (
+            self._call(aten.mul.Tensor, rows, 0)
+            if share.shared is None
+            else self._program(share.shared, rows)
+        )
+        is_shared = self._call(aten.eq.Scalar, named["expert_offsets"], self.top_k)
+        is_shared = self._call(aten.unsqueeze.default, is_shared, 1)
+        send = package.combine_send
+        values = {
+            **{name: named[name] for name in receive.outputs},
+            **shapes,
+            "x": self._call(aten.where.self, is_shared, shared, answer),
+            "group": group.group_name,
+            "world_size": group.world_size,
+            "attn_rank_table": self._call(
+                aten.arange.default,
+                group.attention_ranks,
+                dtype=torch.int32,
+                device=self.device,
+            ),
+        }
+        args, kwargs = send.bind(values)
+        sent = self.graph.call_function(send.overload, args, kwargs)
+        self.crossings.append(Crossing(sent, "dispatch", whole.layer, turn))
+        return named["actual_token_num"]
+
+    def _counts(self, pairs: fx.Node, experts: int) -> fx.Node:
+        """Rows of each routed expert, from (expert, rows) of those that have some."""
+        keys, rows = (self._call(aten.select.int, pairs, 1, i) for i in (0, 1))
+        counts = self._constant([experts + 1], torch.int64)
+        counts = self._call(aten.scatter_add.default, counts, 0, keys, rows)
+        return self._call(aten.slice.Tensor, counts, 0, 0, experts)
+
     def _rows(self, named: dict[str, fx.Node], kind: str, dtype: torch.dtype) -> fx.Node:
         rows = named[f"expandX{kind}"]
         if not self.group.dynamic_quant:
             return rows
+        return self._scaled(rows, named[f"dynamicScales{kind}"], dtype)
+
+    def _scaled(self, rows: fx.Node, scales: fx.Node, dtype: torch.dtype) -> fx.Node:
         wide = self._call(aten._to_copy.default, rows, dtype=torch.float32)
-        scales = self._call(aten.unsqueeze.default, named[f"dynamicScales{kind}"], 1)
+        scales = self._call(aten.unsqueeze.default, scales, 1)
         scaled = self._call(aten.mul.Tensor, wide, scales)
         return self._call(aten._to_copy.default, scaled, dtype=dtype)
 
