@@ -214,9 +214,12 @@ def test_an_ffn_rank_without_rows_answers():
         assert (
             out.double() - dense_layer(ranks.programs[0], hidden, ids, weights)
         ).abs().max() < 0.1
-        ranks.close()  # the answer without rows may come after ours
-        answered = [entry[1:3] for entry in ranks.world.log if entry[0] == "combine"]
-        assert {(1, 0), (2, 0)} <= set(answered)
+        world = ranks.world
+        with world.changed:  # the answer without rows may come after ours
+            world.wait_for(
+                lambda: {("combine", 1, 0), ("combine", 2, 0)} <= {e[:3] for e in world.log},
+                "both answers",
+            )
 
 
 def test_experts_that_do_not_divide_evenly():

@@ -155,7 +155,7 @@ class _Builder:
         each = group.experts_per_rank(whole.num_experts)
         shapes = window_shapes(group, whole.hidden_size, self.top_k)
         receive = package.dispatch_recv
-        values = {
+        values: dict[str, Any] = {
             **shapes,
             "schedule_context": self.context,
             "expert_num": each + 1,  # the shared one is numbered behind the routed ones
