@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,13 @@ def _one(
 ) -> None:
     from afd_graph.cluster import simulate_cluster
 
-    result = simulate_cluster(deployment, workload, steps=steps)
+    with click.progressbar(
+        length=steps * deployment.replicas,
+        label="steps",
+        file=sys.stderr,
+        hidden=as_json or not sys.stderr.isatty(),
+    ) as bar:
+        result = simulate_cluster(deployment, workload, steps=steps, progress=bar.update)
     if picture is not None:
         _draw(result, picture)
     if as_json:

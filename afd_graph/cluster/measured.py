@@ -13,13 +13,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import SimpleNamespace
 
 import numpy as np
 
 from afd_graph.cluster.costs import StepCosts
 from afd_graph.cluster.disaggregated import Fleet
 from afd_graph.cluster.routing import VARIANTS
+from afd_graph.cluster.steps import Step
 from afd_graph.efficiency import Efficiency
 from afd_graph.errors import PlanError
 
@@ -158,7 +158,7 @@ def predict(curves: Curves, bounds: Sequence[int], layers: int, credits: int) ->
         max(straight(curves.out, count) for count in tokens),
         max(straight(curves.back, count) for count in tokens),
     )
-    steps = [SimpleNamespace(ready_s=0.0, costs=costs)]
+    steps = [Step(0.0, sum(tokens), costs, None)]
     fleet = Fleet(
         layers=layers,
         stages=len(stages),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,9 +64,19 @@ class Result:
 
 
 def simulate_cluster(
-    deployment: Deployment, workload: Workload, *, steps: int = 200, check_memory: bool = True
+    deployment: Deployment,
+    workload: Workload,
+    *,
+    steps: int = 200,
+    progress: Callable[[int], None] | None = None,
 ) -> Result:
     """Play ``steps`` steps on every replica; equal arguments give equal results.
+
+    Args:
+        deployment: what is simulated.
+        workload: what is asked of it.
+        steps: of every replica.
+        progress: called with the number of steps that have ended since the last call.
 
     Raises:
         PlanError: no steps, a model without MoE layers, or weights that do not fit.
@@ -77,11 +87,11 @@ def simulate_cluster(
         raise PlanError(
             f"{deployment.model.name} has no MoE layer", remedy="there is nothing to disaggregate"
         )
-    if check_memory:
-        deployment.check_memory()
+    deployment.check_memory()
+    tell = progress or (lambda ended: None)
     source = StepSource(deployment, workload)
     if deployment.placement == "colocated":
-        return _colocated(deployment, workload, source, steps)
+        return _colocated(deployment, workload, source, steps, tell)
     generator = np.random.default_rng([workload.seed, 2])
     played: list[list[tuple[Step, float]]] = [[] for _ in range(deployment.replicas)]
 
@@ -95,6 +105,7 @@ def simulate_cluster(
     def end_step(replica: int, now_s: float) -> None:
         played[replica][-1] = played[replica][-1][0], now_s
         source.end_step(replica, now_s)
+        tell(1)
 
     fleet = Fleet(
         layers=deployment.model.moe_layers,
@@ -141,7 +152,11 @@ def _free_from(workload: Workload, steps: Sequence[tuple[Step, float]]) -> float
 
 
 def _colocated(
-    deployment: Deployment, workload: Workload, source: StepSource, steps: int
+    deployment: Deployment,
+    workload: Workload,
+    source: StepSource,
+    steps: int,
+    tell: Callable[[int], None],
 ) -> Result:
     generator = np.random.default_rng([workload.seed, 2])
     shares = draw_shares(
@@ -169,6 +184,7 @@ def _colocated(
         all_steps += current
         for replica in range(deployment.replicas):
             source.end_step(replica, now)
+        tell(deployment.replicas)
     share = busy / now
     return _result(deployment, source, tokens / now, taken, all_steps, share, share, ())
 
@@ -200,7 +216,9 @@ def _result(
     if deployment.placement == "colocated":
         ranks = deployment.tensor_parallel
     waits = np.array(source.waits_s)
-    title = f"{deployment.stages} stages, {deployment.credits} credits, predicted"
+    stages = "unsplit" if deployment.stages == 1 else f"{deployment.stages} stages"
+    credits = "one credit" if deployment.credits == 1 else f"{deployment.credits} credits"
+    title = stages if deployment.stages == 1 else f"{stages}, {credits}"
     return Result(
         tokens_per_s=rate,
         tokens_per_device_s=rate / deployment.devices,
