@@ -142,6 +142,14 @@ class TestMerging:
         for a, b in zip(first, second, strict=True):
             assert b.begin_s - a.begin_s == pytest.approx(50e-9, abs=1e-15)
         assert timeline.ranks("ffn") == [0, 1]
+        # Each rank's experts begin when its rows are there, on the common clock.
+        for rank in (0, 1):
+            at: dict[tuple[int, int], float] = {}
+            for interval in timeline.lane("attention", rank):
+                at.setdefault(interval.item, interval.end_s)
+            for interval in timeline.lane("ffn", rank):
+                assert interval.source == rank
+                assert -2e-7 <= interval.begin_s - at[interval.item] <= 1.5e-6
 
     def test_perfetto_joins_each_rank_with_its_own_experts(self):
         (timeline,) = merge(self.traces(0, 5 * 10**8))
