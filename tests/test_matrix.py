@@ -161,9 +161,13 @@ def test_judge_finds_logits_that_differ(reference):
 @pytest.mark.timeout(1300)
 def test_one_configuration_for_real(tmp_path):
     """Two tensor-parallel ranks and two FFN ranks; ``make matrix`` runs all of it."""
-    arguments = ["--size", "5", "--batch", "3", "--replicas", "1", "--out", str(tmp_path)]
+    # Two steps a batch: the prompt's and a decode step. The last batch is smaller.
+    arguments = ["--size", "5", "--batch", "3", "--most", "2", "--replicas", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "evaluation.matrix", *arguments, "--configurations", "token-sp"],
+        [
+            *(sys.executable, "-m", "evaluation.matrix", *arguments),
+            *("--configurations", "token-sp", "--out", str(tmp_path)),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -172,7 +176,12 @@ def test_one_configuration_for_real(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("| token-sp"))
-    assert "| 5 of 5 | 0 |" in row
-    run = read_results(tmp_path / "token-sp.0.jsonl")
-    assert len(run.documents) == 5
-    assert all(step.split for document in run.documents for step in document.steps)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    name, _, flips, error, steps, split, unsplit = cells
+    assert (name, flips, steps, split, unsplit) == ("token-sp", "0", "4", "4", "0")
+    assert 0 < float(error) < 1e-5
+    run, alone = (read_results(tmp_path / f"{x}.jsonl") for x in ("token-sp.0", "reference"))
+    assert [document.text for document in run.documents] == [
+        document.text for document in alone.documents
+    ]
+    assert all(step.policy == "token" for document in run.documents for step in document.steps)
