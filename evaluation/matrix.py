@@ -141,14 +141,12 @@ def broken_promises(settings: Settings, name: str, run: Run) -> list[str]:
         mine = run.documents[replica :: settings.replicas]
         for start in range(0, len(mine), settings.batch):
             batch: tuple[Document, ...] = mine[start : start + settings.batch]
-            promised = list(
-                promised_steps(
-                    CONFIGURATIONS[name],
-                    [len(tokenizer(document.prompt).input_ids) for document in batch],
-                    max(len(document.tokens) for document in batch),
-                    ranks=settings.tensor_parallel,
-                    layers=config["num_hidden_layers"] - config["first_k_dense_replace"],
-                )
+            promised = promised_steps(
+                CONFIGURATIONS[name],
+                [len(tokenizer(document.prompt).input_ids) for document in batch],
+                max(len(document.tokens) for document in batch),
+                ranks=settings.tensor_parallel,
+                layers=config["num_hidden_layers"] - config["first_k_dense_replace"],
             )
             for document in batch:
                 if len(document.steps) != len(document.tokens):

@@ -6,7 +6,7 @@ compiled program does: the judge of the matrix holds one against the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from afd_graph.planner import NoSplit, StagePlan, plan_stages
 from afd_graph.results import Step
@@ -20,7 +20,7 @@ def promised_steps(
     *,
     ranks: int,
     layers: int,
-) -> Iterator[Step]:
+) -> list[Step]:
     """The steps of one batch: a prompt step and ``steps - 1`` decode steps.
 
     Args:
@@ -30,9 +30,8 @@ def promised_steps(
         ranks: tensor-parallel ranks of the replica.
         layers: MoE layers of the model.
     """
-    for number in range(steps):
-        tokens = 1 if number else max(lengths)
-        yield _promised(configuration, len(lengths), tokens, ranks, layers)
+    tokens = [max(lengths)] + [1] * (steps - 1)
+    return [_promised(configuration, len(lengths), count, ranks, layers) for count in tokens]
 
 
 def _promised(

@@ -24,7 +24,7 @@ LAYERS, BATCH = 2, 3
 
 
 def promised(name: str, lengths: list[int], steps: int = 2) -> list[Step]:
-    return list(promised_steps(CONFIGURATIONS[name], lengths, steps, ranks=2, layers=LAYERS))
+    return promised_steps(CONFIGURATIONS[name], lengths, steps, ranks=2, layers=LAYERS)
 
 
 @pytest.mark.parametrize(
