@@ -7,6 +7,7 @@ import dataclasses
 import heapq
 import json
 import math
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -610,6 +611,18 @@ class TestMeasured:
         assert (first.tokens, second.tokens) == (10, 20)
         assert (first.attention_s, second.ffn_s) == pytest.approx((2.0, 1.0))
         assert first.around_s + second.around_s == pytest.approx(3.0)
+
+    @pytest.mark.parametrize(("name", "stages"), [("unsplit AFD", 1), ("two stages", 2)])
+    def test_recorded_runs_of_this_repository(self, name, stages):
+        """docs/benchmarks.md, real_compute.py: 8 MoE layers, with what lies around them."""
+        text = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+        number = r" ([\d.]+) (?:ms )?\|"
+        row = re.search(
+            rf"^\| {name} \|{number}{number}{number}{number}{number}{number}", text, re.M
+        )
+        wall_ms, _, *costs_ms = map(float, row.groups())
+        played = fleet([plain(StageCosts(*costs_ms), stages)], layers=8, credits=2)
+        assert played.end_s[0] == pytest.approx(wall_ms, rel=0.05)
 
     def test_too_few_sizes(self):
         with pytest.raises(PlanError, match="fewer than three different stages"):
