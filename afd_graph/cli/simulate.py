@@ -244,7 +244,10 @@ def _best(deployment: Deployment, workload: Workload, devices: int, as_json: boo
         f"{deployment.tensor_parallel}), {best.expert_ranks} hold experts, "
         f"{attending / best.expert_ranks:.2f} to 1"
     )
-    _print_table(("attend", "experts", "idle", "tokens/s", "busy", "busy"), _division_rows(found))
+    _print_table(
+        ("replicas", "expert ranks", "idle", "tokens/s", "attention busy", "experts busy"),
+        _division_rows(found),
+    )
 
 
 def _division_rows(found: Sequence[Candidate]) -> list[tuple[str, ...]]:
