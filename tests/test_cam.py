@@ -15,7 +15,13 @@ from cam_emulator import World
 from expert_programs import dense_layer, swiglu_program
 
 from afd_graph.connectors import create_connector
-from afd_graph.connectors.cam import SHUTDOWN_LAYER, CamChannel, CamConnector
+from afd_graph.connectors.cam import (
+    SHUTDOWN_LAYER,
+    CamChannel,
+    CamConnector,
+    Traffic,
+    say_goodbye,
+)
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.ffn.cam_experts import CamExperts, share_of
@@ -290,6 +296,19 @@ def test_shutdown_says_goodbye_and_waits_for_the_answer():
         assert layers.count(SHUTDOWN_LAYER) == 2  # one answer of each FFN rank
         ranks.channels[0].close()  # idempotent
         assert ranks.world.log[-1][0] in ("receive", "combine")
+
+
+def test_goodbye_of_a_rank_that_has_no_connector():
+    """Its graph was compiled with the hook."""
+    ranks = Running(World(2, 2, tp_size=2), "umdk_cam_op_lib", quant=False, shared=True)
+    for thread in ranks.threads:
+        thread.start()
+    traffic = Traffic(HIDDEN, TOP_K, EXPERTS, DTYPE)
+    groups = [channel.connector.group for channel in ranks.channels]
+    together([lambda group=group: say_goodbye(group, traffic, "cpu") for group in groups])
+    for thread in ranks.threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_the_info_tensor_goes_back_as_it_came():

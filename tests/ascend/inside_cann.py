@@ -101,6 +101,7 @@ def test_the_table_is_what_torch_npu_and_torchair_say(operator):
     assert names == [ir for _, ir in (*operator.inputs, *operator.attributes)]
 
 
+@pytest.mark.newest
 def test_equals_the_model_against_emulated_operators(monkeypatch):
     """Both sides run: the attention program behind torchair's passes, the graphs of FFN ranks."""
     cann_emulator.install()

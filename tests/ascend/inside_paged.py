@@ -43,6 +43,14 @@ def test_programs_lower_and_keep_the_rules(dynamic):
     ]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_summary_of_torchair_finds_nothing_unsupported(dynamic, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for program in programs(dynamic):
+        assert session.not_converted(torchair, program) == set()
+
+
+@pytest.mark.newest
 def test_eager_run_of_the_lowered_graph_equals_the_model():
     npu_emulator.install()
     network = model(torch.float32)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cam_emulator
@@ -61,6 +63,28 @@ class Lowered:
     def ge(self) -> Any:
         """The GE graph, as it would be handed to the device."""
         return self.result.runner.graph._proto
+
+
+_OUTSIDE_CONVERTERS = (
+    "air.scope_enter.default",
+    "air.scope_exit.default",
+    "air.wait.default",
+    "air.record.default",
+)
+"""Handled by torchair itself; its summary calls them unregistered."""
+
+
+def not_converted(torchair: Any, program: Lowered) -> set[str]:
+    """Operators that torchair's own summary finds unsupported; writes files to the directory."""
+    config = torchair.CompilerConfig()
+    config.debug.fx_summary.type = "csv"
+    before = set(Path().rglob("*.csv"))
+    program.compile_again(torchair, config)
+    (written,) = set(Path().rglob("*.csv")) - before
+    rows = list(csv.reader(written.open()))
+    assert len(rows) > 20
+    lacking = ("未注册", "未实现")  # not registered, not implemented
+    return {row[0] for row in rows if row[2] in lacking} - set(_OUTSIDE_CONVERTERS)
 
 
 def parsed(model: bytes) -> GeGraph:

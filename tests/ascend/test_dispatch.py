@@ -10,10 +10,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / ".venv-torchair-b"
 
 
+@pytest.mark.timeout(1800)
 def test_with_the_dispatch_of_torch_npu(tmp_path: Path):
     stand_ins = ENVIRONMENT / "stand-ins"
     assert (ENVIRONMENT / ".ready").exists(), "run `make torchair-dispatch-setup` first"

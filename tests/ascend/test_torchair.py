@@ -20,10 +20,13 @@ VERSIONS = ("2.13.0", "2.10.0.post4")
 FILES = sorted(path.name for path in HERE.glob("inside_*.py"))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_inside_torchair(name: str, version: str, tmp_path: Path):
     command = [sys.executable, "-m", "pytest", "-q", "-o", "python_files=inside_*.py"]
+    if version != VERSIONS[0]:  # values do not depend on it: one version is enough for them
+        command += ["-m", "not newest"]
     command += ["-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inside"), str(HERE / name)]
     environment = {**os.environ, "AFD_TORCH_NPU": version, "TORCHAIR_CACHE_HOME": str(tmp_path)}
     environment.pop("PYTEST_XDIST_WORKER", None)

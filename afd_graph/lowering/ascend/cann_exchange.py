@@ -139,17 +139,16 @@ class CannRewriter(Rewriter):
         assert isinstance(layer, int)
         assert isinstance(stage, int)
         sent, value = self.sent[handle], hidden.meta["val"]
+        sizes = self._sizes(value, weights, layer)
         weights = self._cast(weights, torch.float32)
         if sent.tokens is not None:
-            top_k = int(weights.meta["val"].shape[1]) if "val" in weights.meta else None
-            top_k = top_k or int(node.args[2].meta["val"].shape[1])  # type: ignore[union-attr]
-            weights = self._padded(weights, top_k, torch.float32, sent.rows)
+            weights = self._padded(weights, sizes["top_k"], torch.float32, sent.rows)
         receive = self.group.package.combine_recv
         values = {
             "schedule_context": self.context,
             "expert_scales": weights,
             "layer_id": self._number(layer),
-            "hidden_size": int(value.shape[1]),
+            "hidden_size": sizes["hidden_size"],
             "token_dtype": token_dtype(self.group, value.dtype, sent=False),
             "need_schedule": 1,
         }
