@@ -25,7 +25,7 @@ from afd_graph.connectors.cann_window import open_window
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.lowering.ascend.cann_exchange import window_shapes
 from afd_graph.lowering.ascend.ffn_graph import ffn_graph
-from afd_graph.lowering.ascend.ir_table import CANN, FORMS
+from afd_graph.lowering.ascend.ir_table import CANN
 from tiny_models import VOCABULARY, deepseek_v2
 
 warnings.filterwarnings("ignore")
@@ -105,9 +105,6 @@ def test_the_table_is_what_torch_npu_and_torchair_say(operator):
 def test_equals_the_model_against_emulated_operators(monkeypatch):
     """Both sides run: the attention program behind torchair's passes, the graphs of FFN ranks."""
     cann_emulator.install()
-    monkeypatch.setitem(
-        FORMS, "cann", dataclasses.replace(CANN, dtypes=(*CANN.dtypes, torch.float32))
-    )
     monkeypatch.setattr("afd_graph.lowering.ascend.cann_exchange._TOKEN_DTYPES", _any_dtype())
     world = cann_emulator.World(1, 2)
     config = torchair.CompilerConfig()
@@ -139,7 +136,7 @@ def test_equals_the_model_against_emulated_operators(monkeypatch):
         return opened(traffic)
 
     monkeypatch.setattr(compiler._connector, "schedule_context", context)
-    with compiler, torch.no_grad():
+    with session.any_dtype(), compiler, torch.no_grad():
         got = torch.compile(network, backend=compiler, fullgraph=True)(ids)
         expected = network(ids)
         assert compiler.report().steps_split == 1

@@ -202,13 +202,16 @@ def served(
 @contextlib.contextmanager
 def any_dtype() -> Iterator[None]:
     """Let the emulated operators carry fp32, so that equality can be tight."""
-    before = dict(PACKAGES)
-    for name, package in before.items():
-        PACKAGES[name] = dataclasses.replace(package, dtypes=(*package.dtypes, torch.float32))
+    tables = (PACKAGES, FORMS)
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for name, form in list(table.items()):
+            table[name] = dataclasses.replace(form, dtypes=(*form.dtypes, torch.float32))
     try:
         yield
     finally:
-        PACKAGES.update(before)
+        for table, original in zip(tables, before, strict=True):
+            table.update(original)
 
 
 afd, aten = torch.ops.afd, torch.ops.aten
