@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _PINGS = 8
 _PING_S = 0.5  # how often a wait for a clock looks whether the world has ended
+_GRACE_S = 1.0  # how long a failed collective waits for another rank to say why
 _BYE_S = 5.0  # longest that close() waits for a message to be taken
 
 
@@ -330,8 +331,18 @@ class TorchDistributedConnector(Connector):
         if self._watch is None:
             return None
         if self._world.ranks.tp > 1 and self._watch.failure is None:
+            what = f"a step failed on {self._world.name}: {type(error).__name__}: {cause(error)}"
+            if "gloo" in str(error):
+                # Who is gone is told by the ranks with a connection of their own to it.
+                self._watch.wait_for_failure(_GRACE_S)
+                mates = set(self._world.ranks.replica_ranks(self._world.replica))
+                names = [self._world.ranks.name(r) for r in sorted(mates - {self._world.rank})]
+                what = (
+                    f"{', '.join(names)} did not complete a collective with {self._world.name}: "
+                    f"{cause(error)}"
+                )
             self._watch.fail(
-                f"a step failed on {self._world.name}: {type(error).__name__}: {cause(error)}",
+                what,
                 *self._last_item,
                 remedy="see what went wrong on that rank, then restart both roles",
             )

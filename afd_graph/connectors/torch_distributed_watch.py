@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -132,8 +132,21 @@ class Watch:
                 self._candidate = Failure(what, self._world.name, layer, stage, remedy)
         self._wake.set()
         if threading.current_thread() is not self._thread and not self._decided.wait(_DECIDE_S):
-            self._decide(self._candidate)
+            self._decide(self._without_store(self._candidate))
         return self._failure or self._candidate
+
+    def _without_store(self, failure: Failure) -> Failure:
+        """``failure``, and that the store is silent: its holder may be the cause."""
+        silent = time.monotonic() - self._round_s
+        if silent < _SILENT * self._timeout_s or self._store_holder in failure.what:
+            return failure
+        told = f"the store in {self._store_holder} has not answered for {silent:.1f} s"
+        return replace(failure, what=f"{told}; {failure.what}")
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Give another rank's failure time to come."""
+        self._wake.set()
+        self._decided.wait(seconds)
 
     def raise_failure(self, layer: int | None = None, stage: int | None = None) -> None:
         """Raise what ended the world, if something has."""

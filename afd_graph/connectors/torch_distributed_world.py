@@ -251,6 +251,11 @@ class World:
         """``rank 6 (ffn 0)``: this rank."""
         return self.ranks.name(self.rank)
 
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica of this attention rank."""
+        return self.ranks.replica(self.rank)
+
     def tp_mesh(self) -> DeviceMesh:
         """The mesh that ``parallelize_module`` takes, of this replica's ranks.
 

@@ -94,6 +94,7 @@ class Inlet:
         self._take_leave = take_leave
         self._link = Link(rank, world.answers, world.config.latency_s)
         device = world.config.device
+        self._header = header_buffer()
         self._slots = [Slot(device) for _ in range(world.config.credits)]
         self._thread = threading.Thread(target=self._run, name=f"afd-inlet-{rank}", daemon=True)
         self._thread.start()
@@ -126,7 +127,7 @@ class Inlet:
 
     def _serve_message(self) -> bool:
         link = self._link
-        header = link.read_header(link.post_header(header_buffer(), Tag.REQUEST))
+        header = link.read_header(link.post_header(self._header, Tag.REQUEST))
         if header.kind is Kind.PING:
             pong = Header(Kind.PONG, end_ns=time.perf_counter_ns())
             kept, work = link.send_header(pong, Tag.ANSWER)

@@ -19,12 +19,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
 
+from afd_graph.connectors.base import WorkItem
 from afd_graph.connectors.torch_distributed_watch import Failure, Watch, cause
 from afd_graph.connectors.torch_distributed_wire import NO_SHARED_ROWS, GarbageError, Header, Kind
 from afd_graph.connectors.torch_distributed_world import World
@@ -108,6 +109,10 @@ class FFNServer:
         weights: source of this rank's weights.
         policy: split policy that the attention ranks must have; empty accepts any.
 
+    Attributes:
+        observers: called with every item when its experts have ended and before it is answered,
+            and with when they began and ended, in nanoseconds of :func:`time.perf_counter_ns`.
+
     Raises:
         ConfigError: this rank has the attention role, or the ranks' settings differ.
         ConnectorError: ranks did not come.
@@ -130,6 +135,7 @@ class FFNServer:
         self._present = set(range(world.ranks.attention))
         self._stopped: str | None = None
         self._last_item: tuple[int | None, int | None] = None, None
+        self.observers: list[Callable[[WorkItem, int, int], None]] = []
         self._counted: Counter[str] = Counter()
         self._busy_ns = 0
         self._begin_ns = time.perf_counter_ns()
@@ -157,6 +163,19 @@ class FFNServer:
             ConnectorError: the world failed.
         """
         self._begin_ns = time.perf_counter_ns()
+        try:
+            self._serve()
+        except Exception as error:
+            self._watch.fail(f"{self._world.name} failed: {error!r}", *self._last_item)
+            raise
+        if self._stopped is not None and self._present and self._watch.failure is None:
+            self._watch.fail(f"{self._world.name} was told to stop: {self._stopped}")
+            return
+        if self._stopped is None:
+            self._watch.raise_failure(*self._last_item)
+        self._watch.leave(wait_for_all=False)
+
+    def _serve(self) -> None:
         while self._present and self._stopped is None:
             try:
                 parts = self._ready.get(timeout=_LOOK_S)
@@ -167,12 +186,6 @@ class FFNServer:
                 break
             if parts is not None:
                 self._compute(MergedItem(parts))
-        if self._stopped is not None and self._present and self._watch.failure is None:
-            self._watch.fail(f"{self._world.name} was told to stop: {self._stopped}")
-            return
-        if self._stopped is None:
-            self._watch.raise_failure(*self._last_item)
-        self._watch.leave(wait_for_all=False)
 
     def stop(self, why: str = "stop() was called") -> None:
         """Make :meth:`serve` return; attention ranks that are still there fail with ``why``.
@@ -307,6 +320,8 @@ class FFNServer:
         self._counted["items"] += 1
         self._counted["rows"] += item.rows.shape[0]
         self._counted["empty"] += not item.rows.shape[0]
+        for observer in self.observers:
+            observer(item, begin, end)
         for part, part_shared in zip(merged.parts, shared, strict=True):
             asked = part.header
             answer = Header(

@@ -130,7 +130,8 @@ def attention(world: World) -> str:
                 for stage, (ticket, hidden, ids, share) in enumerate(sent):
                     out = channel.receive(ticket, hidden, share, number, stage)
                     expected = dense_layer(program, hidden, ids, share)
-                    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+                    # Not assert_close, whose first call imports for seconds on a busy machine.
+                    assert (out.double() - expected).abs().max() < 1e-4, "a wrong result"
                     if world.tp_group is not None:
                         total = torch.ones(3)
                         dist.all_reduce(total, group=world.tp_group)
@@ -161,13 +162,11 @@ def rank(victim: int, kind: str, moment: int, settings: dict[str, Any]) -> str:
     server = FFNServer(world, ModelWeights(named))
     if me == victim and kind == "terminate":
         signal.signal(signal.SIGTERM, lambda *_: server.stop("SIGTERM"))
-    compute = server._compute
 
-    def noting(merged):
+    def note(item, begin, end) -> None:
         worlds.steps_begun = True
-        compute(merged)
 
-    server._compute = noting  # type: ignore[method-assign]
+    server.observers.append(note)
     server.serve()
     return "done"
 
@@ -194,11 +193,11 @@ def check(seed: int) -> dict[str, Any]:
         "shape": [tp, replicas, ffn],
         "seconds": round(time.monotonic() - begin, 1),
         "errors": [end.error and end.error.splitlines()[-1] for end in ended],
-        "problems": _problems(ended, victim, kind),
+        "problems": _problems(ended, victim, kind, tp),
     }
 
 
-def _problems(ended: list[Ended], victim: int, kind: str) -> list[str]:
+def _problems(ended: list[Ended], victim: int, kind: str, tp: int) -> list[str]:
     problems = []
     others = [(number, end) for number, end in enumerate(ended) if number != victim]
     if all(end.result == "done" for _, end in others):
@@ -206,6 +205,8 @@ def _problems(ended: list[Ended], victim: int, kind: str) -> list[str]:
     if kind == "delay":
         return [f"rank {n}: {end.error or end.signal}" for n, end in others if end.result != "done"]
     for number, end in others:
+        if end.result == "done" and number // tp != victim // tp:
+            continue  # this replica had come to its end before
         if end.seconds is None:
             problems.append(f"rank {number} hung")
         elif end.error is None:
