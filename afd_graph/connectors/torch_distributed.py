@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -168,7 +169,12 @@ class TorchDistributedConnector(Connector):
         for rank in world.ranks.ffn_ranks:
             self._peers.append(_Peer(world, rank, self._watch, self._take))
         for peer in self._peers:
-            peer.measure_clock()
+            try:
+                peer.measure_clock()
+            except ConnectorError:
+                raise
+            except RuntimeError as error:
+                self._lost(peer, error, None, None)
 
     def add_program(self, program: FFNProgram) -> None:
         """Announce the experts of one layer; their weights stay with the FFN ranks.
@@ -196,6 +202,8 @@ class TorchDistributedConnector(Connector):
         for peer in self._peers:
             try:
                 peer.announce(program.layer, text)
+            except ConnectorError:
+                raise
             except RuntimeError as error:
                 self._lost(peer, error, program.layer, None)
         self._layers[program.layer] = _Layer(
@@ -267,6 +275,8 @@ class TorchDistributedConnector(Connector):
                 answers.append((shared_answer[bounds_of_shared], Tag.ANSWER_SHARED))
             try:
                 peer.send_item(flight, header, rows, shared, answers)
+            except ConnectorError:
+                raise
             except RuntimeError as error:
                 self._lost(peer, error, item.layer, item.stage)
             begin = end
@@ -445,7 +455,8 @@ class TorchDistributedConnector(Connector):
     def _free(self, flight: _Flight) -> None:
         """With the lock held: the answers have come, so everything was sent as well."""
         for _, work in flight.sending:
-            work.wait()
+            with contextlib.suppress(RuntimeError):  # the connection was closed since
+                work.wait()
         flight.sending.clear()
         self._slots[flight.sequence % self.credits].flight = None
 
@@ -481,7 +492,9 @@ class TorchDistributedConnector(Connector):
         self._check_usable(layer, stage)
         return bool(in_time)
 
-    def _lost(self, peer: _Peer, error: BaseException, layer: int, stage: int | None) -> None:
+    def _lost(
+        self, peer: _Peer, error: BaseException, layer: int | None, stage: int | None
+    ) -> None:
         assert self._watch is not None
         self._watch.fail(
             f"{self._world.ranks.name(peer.rank)} is gone: {cause(error)}", layer, stage
