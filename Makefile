@@ -16,11 +16,14 @@ WORKERS ?= 2
 TORCH := 2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
+VLLM_ASCEND := .cache/vllm_ascend
 TYPING := .cache/typing
 TORCH_NPU := .cache/torch_npu
 WHEELS := $(TORCH_NPU)/2.13.0.downloaded $(TORCH_NPU)/2.10.0.post4.downloaded
 DISPATCH := .venv-torchair-b
-BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(sort $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)))
 
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,8 +31,8 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup torchair-setup torchair-dispatch-setup browser-setup demo test lint types bench \
-  matrix clean
+.PHONY: help setup vllm-setup vllm-test serve-demo torchair-setup torchair-dispatch-setup \
+  browser-setup demo test lint types bench matrix clean
 
 help:  ## show this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,11 +80,40 @@ $(DISPATCH)/.ready: tests/ascend/cann_stand_ins.py tests/ascend/cann_stand_ins.c
 	  $(DISPATCH)/stand-ins
 	@touch $@
 
+# vLLM pins its own versions, so it has an environment of its own. The torchvision that it asks for
+# is not built for this torch: importing it fails, and vLLM does without.
+vllm-setup: $(VLLM_READY)  ## make the environment with vLLM in .venv-vllm
+
+$(VLLM_READY): pyproject.toml
+	@echo "== environment in .venv-vllm: torch $(TORCH), vLLM for CPU, this package"
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) torch==$(TORCH)
+	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[vllm]' pytest pytest-timeout
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python -c 'import vllm.v1.worker.cpu_model_runner, afd_graph.vllm.plugin'
+	@touch $@
+
+# For their source only: they pin another torch and need CANN.
+$(VLLM_ASCEND)/%.downloaded: | $(VLLM_READY)
+	@echo "== vLLM-Ascend $*"
+	@$(VLLM_BIN)/python -m pip download --quiet $(PIP_ARGS) --no-deps --only-binary=:all: \
+	  --platform manylinux_2_24_x86_64 --platform manylinux_2_34_x86_64 --python-version 3.11 \
+	  vllm-ascend==$* -d $(@D)
+	@touch $@
+
+vllm-test: $(VLLM_READY) $(VLLM_ASCEND)/0.18.0.downloaded $(VLLM_ASCEND)/0.26.0rc1.downloaded  ## run the tests inside vLLM
+	@echo "== tests inside vLLM"
+	@$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini $(PYTEST_ARGS) tests/vllm
+
+serve-demo: $(VLLM_READY)  ## vLLM's server with the backend and without, the same requests to both
+	@echo "== demo: serving"
+	@$(VLLM_BIN)/python examples/serve_demo.py $(DEMO_ARGS)
+
 demo: $(READY)  ## DeepSeek-V2-Lite's shape, compiled and split, against the eager model
 	@echo "== demo: one compiled model, two programs"
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: $(READY) $(WHEELS) $(DISPATCH)/.ready  ## run all tests that this machine can run
+test: $(READY) $(WHEELS) $(DISPATCH)/.ready vllm-test  ## run all tests that this machine can run
 	@echo "== tests, $(WORKERS) at a time"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 

@@ -232,7 +232,13 @@ def fake_mode_of(graph: fx.Graph) -> Any:
     """The fake tensor mode of the graph's metadata."""
     from torch._dynamo.utils import detect_fake_mode
 
-    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
+    for node in inputs:
+        # Dynamo's own graphs: their values belong to another mode than the one that is active.
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    values = [node.meta.get("val") for node in inputs]
     return detect_fake_mode([v for v in values if v is not None])
 
 
@@ -419,3 +425,63 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def propagate_example_values(gm: fx.GraphModule) -> None:
+    """Compute ``meta["example_value"]`` of every node of a Dynamo graph from that of its inputs."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    mode = fake_mode_of(gm.graph)
+
+    class Propagate(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if n.op == "placeholder":
+                return n.meta["example_value"]
+            with mode:
+                result = super().run_node(n)
+            if n.op != "output":
+                n.meta["example_value"] = result
+            return result
+
+    Propagate(gm).run(*[None] * len(inputs))
+
+
+def serializable_callable() -> type:
+    """Base class of what a backend returns so that ahead-of-time compilation can store it."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
+
+
+def pickled_graph(gm: fx.GraphModule) -> bytes:
+    """Store a graph of any level, for a cache of the same PyTorch version only."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    with _slices_as_trees():
+        return GraphPickler.dumps(gm, Options(ops_filter=None))
+
+
+def unpickled_graph(data: bytes) -> fx.GraphModule:
+    """Read what :func:`pickled_graph` stored; only from a cache that is trusted."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with _slices_as_trees():
+        gm = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    assert isinstance(gm, fx.GraphModule)
+    gm.recompile()
+    return gm
+
+
+@contextmanager
+def _slices_as_trees() -> Iterator[None]:
+    """The graph pickler looks for nodes inside arguments, but not inside slices."""
+    from torch.utils import _pytree as pytree
+
+    pytree._private_register_pytree_node(
+        slice, lambda x: ([x.start, x.stop, x.step], None), lambda x, _: slice(*x)
+    )
+    try:
+        yield
+    finally:
+        pytree._deregister_pytree_node(slice)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -364,8 +365,14 @@ def afd_backend(
     """Compile with options from ``torch.compile(options=...)`` and the environment.
 
     ``torch.compile(model, backend=afd_backend)`` or ``backend="afd"``. Calls with equal options
-    share one :class:`AFDBackend`.
+    share one :class:`AFDBackend`. A graph of vLLM takes the way of
+    :mod:`afd_graph.vllm`, with options from vLLM's configuration.
     """
+    if "vllm" in sys.modules:
+        from afd_graph.vllm.backend import compile_without_plugin, is_vllm_graph
+
+        if is_vllm_graph(gm):
+            return compile_without_plugin(gm, example_inputs)
     config = AFDConfig.from_options(options)
     key = config.digest() + str((config.layout_log, config.trace, config.dump_dir))
     backend = _default_backends.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -22,9 +22,13 @@ def input_list(node: fx.Node, position: int) -> list[Any]:
     return list(argument)
 
 
-def ancestors(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) -> set[fx.Node]:
+def ancestors(
+    nodes: Iterable[fx.Node],
+    within: set[fx.Node] | None = None,
+    inputs_of: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> set[fx.Node]:
     """All nodes that ``nodes`` depend on, themselves included; not beyond ``within``."""
-    return _closure(nodes, lambda node: node.all_input_nodes, within)
+    return _closure(nodes, inputs_of, within)
 
 
 def descendants(nodes: Iterable[fx.Node], within: set[fx.Node] | None = None) -> set[fx.Node]:

@@ -19,7 +19,7 @@ stage can compute while its rows are away (shared experts) follows its dispatch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
@@ -29,18 +29,37 @@ from afd_graph.passes.token_flow import DISPATCH, RECEIVE
 from afd_graph.schedule_ir import Step, by_credits
 
 
-def schedule(graph: fx.Graph, *, credits: int, num_stages: int) -> list[Step]:
+def schedule(
+    graph: fx.Graph,
+    *,
+    credits: int,
+    num_stages: int,
+    needs: Mapping[fx.Node, Collection[fx.Node]] | None = None,
+) -> list[Step]:
     """Reorder ``graph`` in place; returns the order of its steps.
+
+    Args:
+        graph: the graph.
+        credits: un-received dispatches allowed.
+        num_stages: token stages of the graph.
+        needs: what nodes must come after besides their inputs, for graphs that are not functional.
 
     Raises:
         PassError: the graph's dependences contradict the order.
     """
-    return _Scheduler(graph, credits, num_stages).run()
+    return _Scheduler(graph, credits, num_stages, needs or {}).run()
 
 
 class _Scheduler:
-    def __init__(self, graph: fx.Graph, credits: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        credits: int,
+        num_stages: int,
+        needs: Mapping[fx.Node, Collection[fx.Node]],
+    ) -> None:
         self.graph = graph
+        self.needs = needs
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
         # Layers are numbered per connector; the order of a graph counts its own.
@@ -55,6 +74,9 @@ class _Scheduler:
         self.steps = by_credits(self.layers, credits, num_stages)
         self.order: list[fx.Node] = []
         self.emitted: set[fx.Node] = set()
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [*node.all_input_nodes, *self.needs.get(node, ())]
 
     def _place(self, node: fx.Node) -> tuple[int, int]:
         layer, stage = node.args[-3:-1]
@@ -97,7 +119,7 @@ class _Scheduler:
         ready = defaultdict(list)
         for node in self.nodes:
             need = list(none)
-            for source in node.all_input_nodes:
+            for source in self._inputs(node):
                 need = [max(pair) for pair in zip(need, needs[source], strict=True)]
             if node.target is RECEIVE:
                 layer, stage = self._place(node)
@@ -126,12 +148,14 @@ class _Scheduler:
                 self._emit([node])
 
     def _emit_needs(self, node: fx.Node) -> None:
-        missing = ancestors(node.all_input_nodes, within=_Without(self.emitted))
+        missing = ancestors(
+            self._inputs(node), within=_Without(self.emitted), inputs_of=self._inputs
+        )
         self._emit(sorted(missing, key=self.position.__getitem__))
 
     def _emit(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            for source in node.all_input_nodes:
+            for source in self._inputs(node):
                 if source not in self.emitted:
                     raise PassError(
                         f"the order needs {node.name} before its input {source.name}",

@@ -1,0 +1,170 @@
+"""What vLLM gets for its model, and stores in its ahead-of-time compile cache.
+
+vLLM saves a compiled model right after compiling and loads it at the next start without asking the
+backend, when its own key is the same: versions, configuration (ours included), the model's source.
+That key knows nothing of our code. So a stored model carries its own digest over our version and
+source, PyTorch, vLLM and the options; on any difference loading raises with both digests' parts,
+and vLLM says so and compiles again.
+
+Both programs are stored as graphs; the experts' weights are inputs and never stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from afd_graph import _compat
+from afd_graph._version import __version__
+from afd_graph.errors import AFDError
+from afd_graph.vllm import observe
+from afd_graph.vllm.options import options_of
+from afd_graph.vllm.programs import Programs, build_programs
+from afd_graph.vllm.served import FFNSide, ServedModel
+from afd_graph.vllm.stage_ops import register_stage_ops
+
+_FORMAT = 1
+_CHECK_SIZE = 32
+
+
+class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
+    """A compiled model that vLLM calls with its own inputs.
+
+    Args:
+        programs: what the passes made.
+        vllm_config: vLLM's configuration of the model.
+        ffn: where its experts go.
+    """
+
+    def __init__(self, programs: Programs, vllm_config: Any, ffn: FFNSide) -> None:
+        self._stored = dump_programs(programs, identity(vllm_config))
+        self.model = ServedModel(programs, ffn)
+
+    @classmethod
+    def compile(cls, gm: fx.GraphModule, vllm_config: Any) -> CompiledModel:
+        """Run the passes on the graph that vLLM captured.
+
+        Raises:
+            UnsupportedError: the graph cannot be split and ``on_unsupported`` is ``error``.
+        """
+        config = options_of(vllm_config).config
+        register_stage_ops()
+        ffn = FFNSide(config)
+        try:
+            log = observe.GraphLog(vllm_config, config)
+            programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
+            log.finish(programs)
+            return cls(programs, vllm_config, ffn)
+        except BaseException:
+            ffn.channel.close()
+            raise
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step."""
+        return self.model.run(*inputs)
+
+    def finalize_loading(self, vllm_config: Any) -> None:
+        """Called by vLLM when it has checked that the model's source is the same."""
+
+    @classmethod
+    def serialize_compile_artifacts(cls, compiled: CompiledModel) -> bytes:
+        """The programs, and what they were made by."""
+        return compiled._stored
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> CompiledModel:
+        """Build a stored model, inside vLLM's current configuration.
+
+        Raises:
+            AFDError: it was stored by something else than what runs now, or is damaged.
+        """
+        from vllm.config import get_current_vllm_config
+
+        from afd_graph.vllm import runner_hook
+
+        vllm_config = get_current_vllm_config()
+        register_stage_ops()
+        programs = load_programs(data, identity(vllm_config))
+        runner_hook.install()
+        observe.loaded(programs)
+        return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config))
+
+
+def identity(vllm_config: Any) -> dict[str, str]:
+    """Everything that decides what a graph is compiled to, by name."""
+    import vllm
+
+    return {
+        "format": str(_FORMAT),
+        "afd-graph": __version__,
+        "source": source_digest(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "options": options_of(vllm_config).config.digest(),
+    }
+
+
+@functools.cache
+def source_digest() -> str:
+    """Hash of this package's Python source."""
+    digest = hashlib.sha256()
+    for package in ("afd_graph", "afd_graph.passes"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        for folder in spec.submodule_search_locations or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def dump_programs(programs: Programs, made_by: dict[str, str]) -> bytes:
+    """Store programs with what they were made by."""
+    graphs = [
+        None if gm is None else _compat.pickled_graph(_bare(gm))
+        for gm in (programs.unsplit, programs.split)
+    ]
+    content = pickle.dumps((graphs, programs.experts, programs.report))
+    body = pickle.dumps((made_by, content))
+    return hashlib.sha256(body).digest() + body
+
+
+def load_programs(data: bytes, expected: dict[str, str]) -> Programs:
+    """Read what :func:`dump_programs` stored.
+
+    Raises:
+        AFDError: it was made by something else than ``expected``, or is damaged.
+    """
+    # The checksum comes first: nothing damaged reaches the unpickler.
+    check, body = data[:_CHECK_SIZE], data[_CHECK_SIZE:]
+    if hashlib.sha256(body).digest() != check:
+        raise AFDError("the stored model is damaged: its checksum differs")
+    made_by, content = pickle.loads(body)
+    if made_by != expected:
+        differ = [
+            f"{name} was {made_by.get(name)}, is {value}"
+            for name, value in expected.items()
+            if made_by.get(name) != value
+        ]
+        raise AFDError(f"the stored model was compiled by something else: {'; '.join(differ)}")
+    graphs, experts, report = pickle.loads(content)
+    unsplit, split = (None if g is None else _compat.unpickled_graph(g) for g in graphs)
+    assert unsplit is not None
+    return Programs(unsplit, split, experts, report)
+
+
+def _bare(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` without what belongs to the capture."""
+    graph = fx.Graph()
+    answer = graph.graph_copy(gm.graph, {})
+    graph.output(answer)
+    for node in graph.nodes:
+        node.meta = {k: v for k, v in node.meta.items() if k == "afd_stage"}
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,97 @@
+"""vLLM's general plugin: vLLM calls :func:`register` in every process that it starts.
+
+It puts itself in two places, which are there before anything of the model runner is imported:
+
+* ``CompilationConfig.init_backend``, which vLLM asks for the compiler of a model when that is
+  built: early enough for the hooks that a split needs;
+* ``VllmConfig.__post_init__``, where all of vLLM's own changes to the configuration are made: if
+  the backend will not be called, one line says so and what to set.
+
+A second call changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from afd_graph.vllm.options import BACKEND, options_of
+
+log = logging.getLogger("vllm.afd_graph")
+
+_MARK = "_afd_wrapped"
+_SETTING = f"""--compilation-config '{{"mode": "DYNAMO_TRACE_ONCE", "backend": "{BACKEND}"}}'"""
+_said: set[str] = set()
+
+
+def register() -> None:
+    """Entry point of the group ``vllm.general_plugins``."""
+    from vllm.config import CompilationConfig, VllmConfig
+
+    _wrap(CompilationConfig, "init_backend", _giving_ours)
+    _wrap(VllmConfig, "__post_init__", _saying_what_is_missing)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not getattr(original, _MARK, False):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
+
+
+def _giving_ours(original: Any) -> Any:
+    def init_backend(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = original(self, vllm_config, *args, **kwargs)
+        options = options_of(vllm_config)
+        by_name = backend == BACKEND
+        if not options.enabled:
+            return "eager" if by_name else backend
+        if not by_name and (not options.given or isinstance(backend, str)):
+            return backend
+        from afd_graph.vllm import runner_hook
+        from afd_graph.vllm.backend import ModelBackend
+        from afd_graph.vllm.piecewise import PiecewiseBackend
+
+        runner_hook.install()
+        return ModelBackend(vllm_config) if by_name else PiecewiseBackend(backend, vllm_config)
+
+    return init_backend
+
+
+def _saying_what_is_missing(original: Any) -> Any:
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        problem = why_not_called(self)
+        if problem is not None and problem not in _said:
+            _said.add(problem)
+            log.warning("%s", problem)
+
+    return post_init
+
+
+def why_not_called(vllm_config: Any) -> str | None:
+    """Why the backend will not see the model of this configuration; None if it will, or need not.
+
+    Raises:
+        ConfigError: the options are wrong, which is better said before a model is loaded.
+    """
+    from vllm.config import CompilationMode
+
+    options = options_of(vllm_config)
+    compilation = vllm_config.compilation_config
+    named = compilation.backend == BACKEND
+    if not options.enabled or not (options.given or named):
+        return None
+    mode = compilation.mode
+    if named and mode == CompilationMode.DYNAMO_TRACE_ONCE:
+        return None
+    if not named and mode == CompilationMode.VLLM_COMPILE:
+        return None
+    found = f"compilation mode {getattr(mode, 'name', mode)}, backend {compilation.backend!r}"
+    remedy = f"set {_SETTING}"
+    if mode is None or mode == CompilationMode.NONE:
+        remedy += ", without --enforce-eager, LoRA or TORCH_COMPILE_DISABLE"
+    return f"AFD is configured and will not be called: {found}. To use it, {remedy}"

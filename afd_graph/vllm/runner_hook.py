@@ -1,0 +1,195 @@
+"""Metadata per stage, built where vLLM's V1 model runner builds that of the step.
+
+:func:`install` wraps ``GPUModelRunner._build_attention_metadata`` (the CPU runner inherits it). The
+wrapper lets vLLM build the step's metadata as ever, listens to what each attention group is built
+from, plans the cut, and for every stage
+
+1. cuts that common metadata (:class:`afd_graph.metadata.AttentionMetadata`), which gives the stage
+   buffers of its own, and lengths by the rules of chunked prefill;
+2. lets a builder that belongs to the stage alone make the backend's metadata. Builders keep state
+   between calls, and the runner's own cache of built metadata does not tell stages apart.
+
+A step that cannot be cut carries its reason. The wrapper does nothing for runners whose
+configuration does not use the backend, and nothing is wrapped twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from afd_graph.metadata import AttentionMetadata, FieldKind
+from afd_graph.planner import NoSplit, Stage
+from afd_graph.vllm.options import Options, options_of
+from afd_graph.vllm.stage_context import StagedMetadata, UnsplitMetadata
+from afd_graph.vllm.step_plan import plan_step
+
+log = logging.getLogger("vllm.afd_graph")
+
+_MARK = "_afd_wrapped"
+_EXTRA_RULES = {
+    "replayssm_decode_base_cpu": FieldKind.PER_REQUEST,
+    "req_idx": FieldKind.PER_REQUEST,
+    "dcp_local_seq_lens_cpu_upper_bound": FieldKind.PER_REQUEST,
+    "max_logits_per_req": FieldKind.INHERITED,
+}
+"""Fields of vLLM's common metadata that the core does not know."""
+
+_CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+"""What vLLM computes from the other fields on demand."""
+
+UNSUPPORTED_STEP = "step_kind_unsupported"
+"""Reason of a step with something that is not cut: drafts, encoders, context parallelism, ..."""
+
+
+def install() -> None:
+    """Wrap the runner's methods, once."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+    _wrap(GPUModelRunner, "_build_attention_metadata", _with_stages)
+    _wrap(AttentionGroup, "build_metadata", _listening)
+
+
+def _wrap(owner: type, name: str, wrapper: Any) -> None:
+    original = getattr(owner, name)
+    if not getattr(original, _MARK, False):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
+
+
+def uses_backend(vllm_config: Any) -> Options | None:
+    """The options, if this configuration's model is compiled by the backend."""
+    from vllm.config import CompilationMode
+
+    from afd_graph.vllm.options import BACKEND
+
+    compilation = vllm_config.compilation_config
+    options = options_of(vllm_config)
+    by_name = compilation.backend == BACKEND
+    by_plugin = options.given and compilation.mode == CompilationMode.VLLM_COMPILE
+    return options if options.enabled and (by_name or by_plugin) else None
+
+
+def _with_stages(original: Any) -> Any:
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = options_of_runner(self)
+        if options is None or kwargs.get("ubatch_slices") is not None:
+            return original(self, *args, **kwargs)
+        with _heard() as groups:
+            built, common = original(self, *args, **kwargs)
+        if not isinstance(built, dict) or not built:
+            return built, common
+        scheduled = kwargs.get("num_scheduled_tokens")
+        if scheduled is None:
+            return UnsplitMetadata(built, "dummy_run"), common
+        if not _can_stage(self, kwargs, groups, built):
+            return UnsplitMetadata(built, UNSUPPORTED_STEP), common
+        plan = plan_step(self, scheduled, options.config)
+        if isinstance(plan, NoSplit):
+            log.debug("step unsplit, %s: %s", plan.reason, plan.detail)
+            return UnsplitMetadata(built, str(plan.reason)), common
+        log.debug("step split: %s", plan.stages)
+        lengths = _sequence_lengths(self, scheduled)
+        stages: list[dict[str, Any]] = []
+        for number, stage in enumerate(plan.stages):
+            stages.append({})
+            for group, step in groups:
+                mine = _stage_group(group, self, number).build_metadata(_cut(step, stage, lengths))
+                stages[-1].update(dict.fromkeys(group.layer_names, mine))
+        return StagedMetadata(built, plan, stages), common
+
+    return build
+
+
+def options_of_runner(runner: Any) -> Options | None:
+    """The options of a runner whose model the backend compiles; read once."""
+    if not hasattr(runner, "_afd_options"):
+        runner._afd_options = uses_backend(runner.vllm_config)
+    return runner._afd_options
+
+
+def _can_stage(runner: Any, kwargs: Mapping[str, Any], groups: list[Any], built: Any) -> bool:
+    """Whether all that this step's metadata is made of can be cut."""
+    heard = {layer for group, _ in groups for layer in group.layer_names}
+    return not (
+        kwargs.get("use_spec_decode")
+        or kwargs.get("for_cudagraph_capture")
+        or runner.parallel_config.data_parallel_size > 1
+        or getattr(runner, "dcp_world_size", 1) > 1
+        or runner.cache_config.kv_sharing_fast_prefill
+        or any(step.encoder_seq_lens is not None or step.causal is not True for _, step in groups)
+        or heard != set(built)
+    )
+
+
+_listeners: list[list[tuple[Any, Any]]] = []
+
+
+@contextmanager
+def _heard() -> Iterator[list[tuple[Any, Any]]]:
+    """Collect (attention group, common metadata) of every build inside."""
+    found: list[tuple[Any, Any]] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.pop()
+
+
+def _listening(original: Any) -> Any:
+    def build_metadata(self: Any, common: Any, *args: Any, **kwargs: Any) -> Any:
+        if _listeners:
+            _listeners[-1].append((self, common))
+        return original(self, common, *args, **kwargs)
+
+    return build_metadata
+
+
+def _stage_group(group: Any, runner: Any, stage: int) -> Any:
+    """A copy of an attention group with a builder that serves one stage alone."""
+    made = group.__dict__.setdefault("_afd_stage_groups", {})
+    if stage not in made:
+        mine = copy.copy(group)
+        mine.__dict__.pop("_afd_stage_groups", None)
+        block_size = getattr(group.metadata_builders[0].kv_cache_spec, "block_size", None)
+        mine.create_metadata_builders(runner.vllm_config, runner.device, block_size, 1)
+        made[stage] = mine
+    return made[stage]
+
+
+def _sequence_lengths(runner: Any, scheduled: Mapping[str, int]) -> list[int]:
+    computed = runner.input_batch.num_computed_tokens_cpu
+    return [
+        int(computed[i]) + scheduled[request]
+        for i, request in enumerate(runner.input_batch.req_ids)
+    ]
+
+
+def _cut(step: Any, stage: Stage, lengths: list[int]) -> Any:
+    """vLLM's common metadata of one stage."""
+    given = {
+        entry.name: getattr(step, entry.name)
+        for entry in dataclasses.fields(step)
+        if entry.name not in _CACHES
+    }
+    bounds = given.pop("seq_lens_cpu_upper_bound", None)
+    # Requests that only pad the batch have no tokens.
+    padding = [0] * (len(step.seq_lens) - len(lengths))
+    parent = AttentionMetadata(
+        extra_rules={name: kind for name, kind in _EXTRA_RULES.items() if name in given},
+        **given,
+        seq_lens_cpu=[*lengths, *padding],
+    )
+    mine = parent.for_stage(stage).as_dict()
+    exact = mine.pop("seq_lens_cpu")
+    if bounds is not None:
+        # The bound of a request that goes on in the next stage ends with this stage.
+        mine["seq_lens_cpu_upper_bound"] = bounds.new_tensor(exact)
+    return type(step)(**mine)

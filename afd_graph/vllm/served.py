@@ -1,0 +1,208 @@
+"""A compiled model inside vLLM: both programs, the choice between them, and the FFN side.
+
+One per model and process. The experts are handed to the connector with the first call, when their
+real weights are at hand, whether the programs were just compiled or come out of vLLM's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import afd_graph.ops  # noqa: F401  (registers the operators of the programs)
+from afd_graph.config import AFDConfig
+from afd_graph.connectors import create_connector
+from afd_graph.errors import AFDError, ConfigError
+from afd_graph.report import LayerReport, Report
+from afd_graph.runtime import Channel
+from afd_graph.vllm.ascend import refuse_if_ascend
+from afd_graph.vllm.experts import expert_program, load_kernels
+from afd_graph.vllm.observe import IntervalLog
+from afd_graph.vllm.opaque_layer import moe_layer
+from afd_graph.vllm.programs import ExpertSource, Programs, bind_channel
+from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
+
+log = logging.getLogger("vllm.afd_graph")
+
+_models: weakref.WeakSet[ServedModel] = weakref.WeakSet()
+
+
+class FFNSide:
+    """Connector and channel of one model, made from its options."""
+
+    def __init__(self, config: AFDConfig) -> None:
+        from vllm.platforms import current_platform
+
+        refuse_if_ascend(current_platform)
+        if config.connector == "process" and not current_platform.is_cpu():
+            raise ConfigError(
+                "connector='process' takes rows from a CPU, and this is "
+                f"{current_platform.device_type}",
+                remedy="there is no connector of vLLM for this device yet",
+            )
+        self.connector = create_connector(config.connector, config.connector_options)
+        offered = self.connector.credits
+        if config.credits is not None and config.credits > offered:
+            self.connector.close()
+            raise ConfigError(
+                f"credits={config.credits} is more than connector {config.connector!r} holds "
+                f"({offered})",
+                remedy=f"set credits to {offered} or less",
+            )
+        self.channel = Channel(
+            self.connector,
+            credits=config.credits or offered,
+            timeout_s=config.timeout_s,
+            check_answers=config.check_answers,
+            layout_log=config.layout_log,
+        )
+
+
+class ServedModel:
+    """Runs the steps of one model.
+
+    Args:
+        programs: of its graph.
+        ffn: where its experts go.
+        unsplit: the unsplit program, compiled; the graph itself when None.
+        split: the two-stage program, compiled, likewise.
+
+    Attributes:
+        report: what was compiled and what ran, as for any model of this package.
+        mid_request: split steps whose cut goes through a request.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        ffn: FFNSide,
+        unsplit: Callable[..., Any] | None = None,
+        split: Callable[..., Any] | None = None,
+    ) -> None:
+        self._programs = programs
+        self._channel = ffn.channel
+        self._connector = ffn.connector
+        if unsplit is None:
+            bind_channel(programs, ffn.channel.name)
+            unsplit = programs.unsplit.forward
+            split = None if programs.split is None else programs.split.forward
+        self._unsplit, self._split = unsplit, split
+        self._bound = False
+        self.mid_request = 0
+        self._log = IntervalLog()
+        order = "receive-first" if ffn.channel.credits == 1 else "send-first"
+        found = programs.report
+        self.report = Report(
+            credits=ffn.channel.credits,
+            order=order,
+            graphs=[found],
+            nodes_before=found.nodes_before,
+            nodes_after=found.nodes_after,
+            pass_seconds=dict(found.pass_seconds),
+        )
+        self._finalizer = weakref.finalize(self, ffn.channel.close)
+        _models.add(self)
+
+    def run(self, *inputs: Any) -> Any:
+        """Run one step with vLLM's inputs, inside its forward context."""
+        from vllm.forward_context import get_forward_context
+
+        if not self._bound:
+            self._bind(inputs)
+        plan = self._programs.report.unsplit_reason or step_plan(
+            get_forward_context().attn_metadata
+        )
+        try:
+            if isinstance(plan, str):
+                outputs = self._unsplit(*inputs)
+                self._note_unsplit(plan)
+                return outputs
+            assert self._split is not None
+            first = plan.stages[0]
+            with without_captured_graphs():
+                outputs = self._split(*inputs, plan.num_tokens, first.actual_tokens)
+        except BaseException:
+            self._channel.abandon()
+            raise
+        self.report.steps_split += 1
+        self.mid_request += plan.stages[1].request_slice.start < first.request_slice.stop
+        self._log.step(self.report, self.mid_request)
+        return outputs
+
+    def _note_unsplit(self, reason: str) -> None:
+        if reason not in self.report.steps_unsplit and reason not in ("profile_run", "dummy_run"):
+            log.warning("AFD: a step runs unsplit, reason %s (counted from now on)", reason)
+        self.report.steps_unsplit[reason] += 1
+        self._log.step(self.report, self.mid_request)
+
+    def _bind(self, inputs: Sequence[Any]) -> None:
+        """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
+        load_kernels()
+        for number, source in enumerate(self._programs.experts):
+            weights, activation, isa, top_k, shared = self._weights(source, inputs)
+            w13, w2 = weights[0], weights[1]
+            assert w13 is not None
+            assert w2 is not None
+            self._connector.add_program(
+                expert_program(
+                    number, source.name, weights, w13.dtype, w2.shape[1], activation, isa
+                )
+            )
+            self._channel.num_experts[number] = w13.shape[0]
+            self.report.layers.append(LayerReport(number, source.name, w13.shape[0], top_k, shared))
+        self._bound = True
+
+    @staticmethod
+    def _weights(
+        source: ExpertSource, inputs: Sequence[Any]
+    ) -> tuple[list[torch.Tensor | None], str, str, int, int]:
+        if source.inputs:
+            weights = [None if i is None else inputs[i] for i in source.inputs]
+            return weights, source.activation, source.isa, source.top_k, 0
+        layer = moe_layer(source.name)
+        experts = layer.routed_experts
+        kernel = getattr(experts.quant_method, "moe_kernel", None)
+        isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+        if isa is None:
+            raise ConfigError(
+                f"the experts of {source.name} do not run on vLLM's fused kernel for CPU",
+                remedy="there is no connector for this kind of device or quantisation yet",
+            )
+        weights = [
+            getattr(experts, name, None)
+            for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+        ]
+        top_k = layer.moe_config.experts_per_token
+        shared = int(layer.shared_experts is not None)
+        return weights, experts.activation.value, isa, top_k, shared
+
+    def close(self) -> None:
+        """Stop the FFN side; the weights come back to vLLM. Idempotent."""
+        self._finalizer()
+
+
+def served_models() -> list[ServedModel]:
+    """The models of this process."""
+    return list(_models)
+
+
+def report(worker: Any = None) -> Report:
+    """The report of the model of this process.
+
+    From outside a worker process: ``llm.collective_rpc(afd_graph.vllm.report)`` (``worker`` is
+    what vLLM passes then).
+
+    Raises:
+        AFDError: the backend has compiled no model here, or more than one.
+    """
+    models = served_models()
+    if len(models) != 1:
+        raise AFDError(
+            f"{len(models)} models of vLLM were compiled with the AFD backend in this process",
+            remedy="ask inside the worker: llm.collective_rpc(afd_graph.vllm.report)",
+        )
+    return models[0].report

@@ -1,0 +1,63 @@
+"""What a stored model says about who made it; without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from afd_graph.errors import AFDError
+from afd_graph.vllm import artifact
+from afd_graph.vllm.programs import ExpertSource, Programs
+
+
+def _config(**afd: Any) -> Any:
+    return SimpleNamespace(additional_config={"afd": afd})
+
+
+def _programs() -> Programs:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.narrow, (x, 0, 0, 2)),))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    return Programs(gm, None, [ExpertSource("layers.1", (1, 2, None, None), "silu", "vec", 2)])
+
+
+def test_round_trip() -> None:
+    made_by = artifact.identity(_config())
+    loaded = artifact.load_programs(artifact.dump_programs(_programs(), made_by), made_by)
+    assert loaded.experts == _programs().experts
+    (out,) = loaded.unsplit.forward(torch.arange(4))
+    assert out.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("what", ["afd-graph", "source", "torch", "vllm", "options", "format"])
+def test_any_difference_is_refused_by_name(what: str) -> None:
+    made_by = artifact.identity(_config())
+    stored = artifact.dump_programs(_programs(), {**made_by, what: "other"})
+    with pytest.raises(AFDError, match=f"{what} was other, is"):
+        artifact.load_programs(stored, made_by)
+
+
+def test_options_are_part_of_the_identity() -> None:
+    assert artifact.identity(_config(split="request")) != artifact.identity(_config())
+
+
+@pytest.mark.parametrize("at", [10, 200, -20])
+def test_a_changed_byte_is_refused(at: int) -> None:
+    made_by = artifact.identity(_config())
+    data = bytearray(artifact.dump_programs(_programs(), made_by))
+    data[at] ^= 0x10
+    with pytest.raises(AFDError):
+        artifact.load_programs(bytes(data), made_by)
+
+
+def test_a_truncated_model_is_refused() -> None:
+    made_by = artifact.identity(_config())
+    data = artifact.dump_programs(_programs(), made_by)
+    for length in (0, 10, len(data) // 2, len(data) - 1):
+        with pytest.raises(AFDError, match="damaged"):
+            artifact.load_programs(data[:length], made_by)

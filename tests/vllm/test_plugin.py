@@ -1,0 +1,99 @@
+"""vLLM's default mode through the plugin, and the line that says when the backend is not called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from afd_graph.errors import ConfigError
+from conftest import mixed_requests
+
+
+def test_default_mode_splits_before_vllm_does(engine: Any, checkpoint: Any, reference: Any) -> None:
+    prompts, lengths = mixed_requests()
+    found = engine.run(
+        checkpoint("deepseek_v2"),
+        [
+            {"name": split, "prompts": prompts, "lengths": lengths, "split": split}
+            for split in ("token", "cost")
+        ],
+        # The compiler of the pieces is vLLM's eager one: what is tested is the split.
+        compilation={"mode": "VLLM_COMPILE", "backend": "eager"},
+        afd={},
+    )
+    for run in found["runs"].values():
+        assert run["tokens"] == reference("deepseek_v2")
+        assert run["counters"]["split"] > 0
+    # Unsplit: embedding to first dispatch, and so on; between pieces run attention (2 operators a
+    # layer), dispatch and receive (2 a MoE layer): 14 of 4 layers, twice as many in two stages.
+    assert found["compilations"]["num_piecewise_graphs_seen"] > 2 * 14 + 14
+
+
+@pytest.fixture
+def registered() -> None:
+    from afd_graph.vllm import plugin
+
+    plugin.register()
+    plugin.register()
+
+
+def test_registering_twice_wraps_once(registered: None) -> None:
+    from vllm.config import CompilationConfig, VllmConfig
+
+    for method in (CompilationConfig.init_backend, VllmConfig.__post_init__):
+        assert method._afd_wrapped
+        assert not getattr(method.__wrapped__, "_afd_wrapped", False)
+
+
+@pytest.mark.parametrize(
+    ("compilation", "said"),
+    [
+        ({"mode": 0}, "compilation mode NONE, backend .* without --enforce-eager"),
+        ({"mode": 1, "backend": "afd"}, "compilation mode STOCK_TORCH_COMPILE, backend 'afd'"),
+        ({"mode": 2, "backend": "inductor"}, "mode DYNAMO_TRACE_ONCE, backend 'inductor'"),
+        ({"mode": 2, "backend": "afd"}, None),
+        ({"mode": 3, "backend": "inductor"}, None),
+    ],
+)
+def test_says_when_it_will_not_be_called(compilation: dict[str, Any], said: str | None) -> None:
+    import re
+
+    from vllm.config import CompilationMode
+
+    from afd_graph.vllm.plugin import why_not_called
+
+    mode = CompilationMode(compilation["mode"])
+    config = SimpleNamespace(
+        additional_config={"afd": {}},
+        compilation_config=SimpleNamespace(mode=mode, backend=compilation.get("backend", "")),
+    )
+    answer = why_not_called(config)
+    if said is None:
+        assert answer is None
+    else:
+        assert re.search(said, answer or "")
+        assert '"backend": "afd"' in (answer or "")
+    config.additional_config = {"afd": {"enabled": False}}
+    assert why_not_called(config) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"splt": "token"}, "splt"),
+        ({"enabled": "yes"}, "not true or false"),
+        ({"connector": "local"}, "connector='process'"),
+        ({"lowering": "inductor"}, "lowering='eager'"),
+        ({"exact": True}, "leave both False"),
+        ({"shared_experts": "ffn"}, "shared_experts='attention'"),
+        ({"costs": {"liner": 1}}, "CostModel"),
+        ("token", "give an object"),
+    ],
+)
+def test_wrong_options_are_refused(section: Any, message: str) -> None:
+    from afd_graph.vllm.options import options_of
+
+    with pytest.raises(ConfigError, match=message):
+        options_of(SimpleNamespace(additional_config={"afd": section}))
