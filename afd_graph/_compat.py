@@ -442,7 +442,9 @@ def propagate_example_values(gm: fx.GraphModule) -> None:
                 n.meta["example_value"] = result
             return result
 
-    Propagate(gm).run(*[None] * len(inputs))
+    # What is learnt about sizes that only our program has is no guard of the captured one.
+    with mode.shape_env.suppress_guards():
+        Propagate(gm).run(*[None] * len(inputs))
 
 
 def serializable_callable() -> type:

@@ -20,7 +20,11 @@ def test_default_mode_splits_before_vllm_does(engine: Any, checkpoint: Any, refe
             for split in ("token", "cost")
         ],
         # The compiler of the pieces is vLLM's eager one: what is tested is the split.
-        compilation={"mode": "VLLM_COMPILE", "backend": "eager"},
+        compilation={
+            "mode": "VLLM_COMPILE",
+            "backend": "eager",
+            "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
+        },
         afd={},
     )
     for run in found["runs"].values():
