@@ -447,13 +447,6 @@ def propagate_example_values(gm: fx.GraphModule) -> None:
         Propagate(gm).run(*[None] * len(inputs))
 
 
-def serializable_callable() -> type:
-    """Base class of what a backend returns so that ahead-of-time compilation can store it."""
-    from torch._dynamo.aot_compile_types import SerializableCallable
-
-    return SerializableCallable
-
-
 def pickled_graph(gm: fx.GraphModule) -> bytes:
     """Store a graph of any level, for a cache of the same PyTorch version only."""
     from torch.fx._graph_pickler import GraphPickler, Options

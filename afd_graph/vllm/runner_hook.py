@@ -52,7 +52,7 @@ def install() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
 
-    _wrap(GPUModelRunner, "_build_attention_metadata", _with_stages)
+    _wrap(GPUModelRunner, "_build_attention_metadata", with_stages)
     _wrap(AttentionGroup, "build_metadata", _listening)
 
 
@@ -77,7 +77,9 @@ def uses_backend(vllm_config: Any) -> Options | None:
     return options if options.enabled and (by_name or by_plugin) else None
 
 
-def _with_stages(original: Any) -> Any:
+def with_stages(original: Any) -> Any:
+    """Wrap a runner's ``_build_attention_metadata``."""
+
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = options_of_runner(self)
         if options is None or kwargs.get("ubatch_slices") is not None:
