@@ -44,7 +44,7 @@ def start(model: Path) -> Any:
         max_num_seqs=8,
         seed=0,
         disable_log_stats=False,
-        compilation_config={**AFD, "custom_ops": ["all", "-rotary_embedding"]},
+        compilation_config=AFD,
         additional_config={"afd": {}},
     )
 

@@ -31,10 +31,12 @@ from pathlib import Path
 
 from random_deepseek import make_checkpoint
 
-AFD = ["--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "afd", %s}']
-PLAIN = ["--compilation-config", '{"mode": "NONE", %s}']
+AFD = ["--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}']
 # vLLM's rotary kernel for CPU is wrong for queries with three axes; docs/vllm.md.
-CUSTOM_OPS = '"custom_ops": ["all", "-rotary_embedding"]'
+PLAIN = [
+    "--compilation-config",
+    '{"mode": "NONE", "custom_ops": ["all", "-rotary_embedding"]}',
+]
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,9 @@ def main() -> int:
         folder = Path(name)
         model = make_checkpoint(folder / "model", "deepseek_v2")
         kinds = {
-            "vLLM": [PLAIN[0], PLAIN[1] % CUSTOM_OPS],
+            "vLLM": PLAIN,
             "vLLM + AFD": [
-                *(AFD[0], AFD[1] % CUSTOM_OPS),
+                *AFD,
                 *("--additional-config", json.dumps({"afd": {"split": given.split}})),
             ],
         }

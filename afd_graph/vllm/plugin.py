@@ -5,7 +5,8 @@ It puts itself in two places, which are there before anything of the model runne
 * ``CompilationConfig.init_backend``, which vLLM asks for the compiler of a model when that is
   built: early enough for the hooks that a split needs;
 * ``VllmConfig.__post_init__``, where all of vLLM's own changes to the configuration are made: if
-  the backend will not be called, one line says so and what to set.
+  the backend will not be called, one line says so and what to set. If it will, on CPU, a kernel of
+  vLLM that computes wrongly is left out.
 
 A second call changes nothing.
 """
@@ -65,11 +66,38 @@ def _saying_what_is_missing(original: Any) -> Any:
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         problem = why_not_called(self)
-        if problem is not None and problem not in _said:
-            _said.add(problem)
-            log.warning("%s", problem)
+        if problem is not None:
+            _say(problem)
+        elif _is_used(self):
+            leave_out_wrong_kernel(self)
 
     return post_init
+
+
+def _say(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
+
+
+def _is_used(vllm_config: Any) -> bool:
+    options = options_of(vllm_config)
+    named = vllm_config.compilation_config.backend == BACKEND
+    return options.enabled and (options.given or named)
+
+
+def leave_out_wrong_kernel(vllm_config: Any) -> None:
+    """Let vLLM compute rotary embeddings without its kernel for CPU, unless the user names it.
+
+    The kernel turns queries with three axes the wrong way, as those of DeepSeek are.
+    """
+    from vllm.platforms import current_platform
+
+    named = ("+rotary_embedding", "-rotary_embedding")
+    custom_ops = vllm_config.compilation_config.custom_ops
+    if current_platform.is_cpu() and not any(name in custom_ops for name in named):
+        custom_ops.append("-rotary_embedding")
+        _say("AFD leaves out vLLM's rotary_embedding kernel for CPU, which is wrong for DeepSeek")
 
 
 def why_not_called(vllm_config: Any) -> str | None:

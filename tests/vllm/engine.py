@@ -40,7 +40,7 @@ def build(spec: dict[str, Any]) -> Any:
 
     if spec["compilation"]["mode"] == "VLLM_COMPILE":
         keep_default_mode()
-    compilation = {"custom_ops": ["all", "-rotary_embedding"], **spec["compilation"]}
+    compilation = spec["compilation"]
     additional = {} if spec.get("afd") is None else {"afd": spec["afd"]}
     return LLM(
         model=spec["model"],
