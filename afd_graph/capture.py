@@ -131,13 +131,6 @@ def capture(model: nn.Module, example: Example, config: AFDConfig, *, prefix: st
                 remedy="a size that is said to vary is fixed by the model, or the model decides "
                 "by the values of its inputs",
             ) from error
-        signature = exported.graph_signature
-        mutated = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-        if mutated:
-            raise UnsupportedError(
-                f"the model writes to {sorted(mutated)}",
-                remedy="let it return what is new, as a cache that grows does",
-            )
         gm = exported.graph_module
         for node in gm.graph.find_nodes(
             op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
@@ -163,6 +156,7 @@ def capture(model: nn.Module, example: Example, config: AFDConfig, *, prefix: st
             "the captured graph does not have the inputs of the example",
             remedy="pass tensors only; numbers and flags belong into the model",
         )
+    _refuse_writes(functional.graph, inputs)
     for node in functional.graph.nodes:
         _without_prefix(node, prefix)
     return Captured(functional, inputs, template, _compat.export_outputs(exported))
@@ -186,6 +180,19 @@ def run_passes(
         observer=observer,
     )
     return pipeline.run(captured.gm, captured.weight_of, numbers.of(captured))
+
+
+def _refuse_writes(graph: fx.Graph, inputs: list[GraphInput]) -> None:
+    """What is bound to an artifact is shared by all steps, and may be mapped from a file."""
+    names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written = names.get(node.args[0])  # type: ignore[call-overload]
+        if written is not None:
+            raise UnsupportedError(
+                f"the model writes to {written.name}",
+                node=node.name,
+                remedy="let it return what is new, as a cache that grows does",
+            )
 
 
 def _paths(template: Any, where: str) -> list[str]:

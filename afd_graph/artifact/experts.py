@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from afd_graph.artifact.operators import check_allowed, find_allowed
+from afd_graph.artifact.operators import check_allowed, graph_of
 from afd_graph.errors import ConfigError
 from afd_graph.ffn.program import Expression, FFNProgram
-from afd_graph.stored_graph import constant, constant_name, graph_from_dict, graph_to_dict
+from afd_graph.stored_graph import constant, constant_name, graph_to_dict
 
 ReadWeight = Callable[[str, "tuple[int, int] | None"], torch.Tensor]
 """Name of a weight, and the rows of it that are wanted (None for all), to the tensor."""
@@ -164,7 +164,7 @@ def experts_from_json(stored: Any) -> list[ExpertLayer]:
         position = entry["graph"]
         if type(position) is not int or position < 0:
             raise ValueError("the graph of experts is malformed")
-        graph = graph_from_dict(stored["graphs"][position], find_allowed)
+        graph = graph_of(stored["graphs"][position])
         names = tuple(str(name) for name in entry["weights"])
         if len(graph.find_nodes(op="placeholder")) != inputs + len(names):
             raise ValueError("experts do not have the inputs that they should")

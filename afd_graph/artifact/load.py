@@ -169,9 +169,11 @@ class _Artifact:
                 name: LoadedProgram(name, program, tensors[name], channel, config, report, plan)
                 for name, program in stored.items()
             }
-        except BaseException:
+        except BaseException as error:
             channel.close()
-            raise
+            if isinstance(error, AFDError) or not isinstance(error, Exception):
+                raise
+            raise _malformed("a graph", error) from error
         return LoadedModel(self.manifest, config, channel, loaded, report)
 
     def _introduce(self, channel: Channel, with_experts: bool) -> None:
@@ -265,10 +267,7 @@ class _Artifact:
                 f"{name}: {error.what}", node=error.node, layer=error.layer, remedy=error.remedy
             ) from error
         except Exception as error:  # malformed values fail in many ways
-            raise ArtifactError(
-                f"{name} is malformed: {type(error).__name__}: {str(error)[:200]}",
-                remedy="the artifact is damaged; compile it again",
-            ) from error
+            raise _malformed(name, error) from error
 
     @staticmethod
     def _checked(store: Store, name: str, size: int, digest: str) -> bytes:
@@ -279,6 +278,13 @@ class _Artifact:
                 remedy="compile the artifact again",
             )
         return data
+
+
+def _malformed(what: str, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{what} is malformed: {type(error).__name__}: {str(error)[:200]}",
+        remedy="the artifact is damaged; compile it again",
+    )
 
 
 def _limited(store: Store) -> bytes:

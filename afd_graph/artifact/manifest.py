@@ -20,6 +20,7 @@ from afd_graph.artifact.errors import ArtifactError
 from afd_graph.config import AFDConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import AFDError, ConfigError
+from afd_graph.validation import check_known_keys
 
 KIND = "afd-graph artifact"
 FORMAT = 1
@@ -130,8 +131,11 @@ class Manifest:
         credits, ranks = topology["credits"], topology["ffn_ranks"]
         if type(credits) is not int or type(ranks) is not int or credits < 1 or ranks < 1:
             raise ValueError("the topology is malformed")
+        model = {key: body["model"][key] for key in ("name", "fingerprint")}
+        if not all(type(value) is str for value in model.values()):
+            raise ValueError("the model is malformed")
         programs = {str(name): [str(x) for x in lines] for name, lines in body["programs"].items()}
-        return cls(dict(body["model"]), config, credits, ranks, programs, files, dict(versions))
+        return cls(model, config, credits, ranks, programs, files, dict(versions))
 
 
 def current_versions() -> dict[str, str]:
@@ -181,6 +185,7 @@ def with_options(config: AFDConfig, options: Mapping[str, Any]) -> AFDConfig:
     Raises:
         ConfigError: an option that is compiled in has another value; says both.
     """
+    check_known_keys("AFDConfig", options, [f.name for f in dataclasses.fields(config)])
     changed = config.replace(**options) if options else config
     for name in options:
         have, want = getattr(config, name), getattr(changed, name)

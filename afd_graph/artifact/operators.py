@@ -9,16 +9,23 @@ with operators of its own says so, in the process that compiles and in the one t
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 import afd_graph.checks  # noqa: F401  (registers operators)
+from afd_graph._compat import OpOverload
 from afd_graph.errors import UnsupportedError
 from afd_graph.exact_ops import EXACT
-from afd_graph.stored_graph import SerializeError, find_operator, operator_name
+from afd_graph.stored_graph import (
+    SerializeError,
+    find_operator,
+    graph_from_dict,
+    operator_name,
+)
 
 _ATEN_NAMES = """
     _log_softmax _softmax _to_copy _unsafe_view abs add addmm alias all amax amin any arange argmax
@@ -78,6 +85,19 @@ def find_allowed(name: str) -> Callable[..., Any] | None:
     return find_operator(name) if _is_allowed(name) else None
 
 
+def graph_of(stored: Any) -> fx.Graph:
+    """Build a stored graph; every call in it is allowed, and has arguments that the operator takes.
+
+    Raises:
+        SerializeError: says which is not.
+    """
+    graph = graph_from_dict(stored, find_allowed)
+    for node in graph.nodes:
+        if node.op == "call_function" and not _can_be_called(node.target, node.args, node.kwargs):
+            raise SerializeError(f"the arguments are none that {node.target} takes", node=node.name)
+    return graph
+
+
 def check_allowed(graph: fx.Graph) -> None:
     """Refuse to store a graph that could not be loaded again.
 
@@ -107,3 +127,23 @@ def _is_allowed(name: str) -> bool:
     packet, _, overload = rest.partition(".")
     # Variants with out= and in-place ones (a trailing underscore is another packet) stay outside.
     return packet in _NAMESPACES.get(namespace, ()) and "out" not in overload.split("_")
+
+
+def _can_be_called(target: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether an operator takes so many arguments by position, and these by name."""
+    count = len(args)
+    if isinstance(target, OpOverload):
+        arguments = target._schema.arguments
+        by_position = [a.name for a in arguments if not a.kwarg_only]
+        missing = [
+            a.name
+            for i, a in enumerate(arguments)
+            if not (i < count and not a.kwarg_only) and not a.has_default_value()
+        ]
+        allowed = {a.name for a in arguments} - set(by_position[:count])
+        return count <= len(by_position) and set(missing) <= set(named) <= allowed
+    try:
+        inspect.signature(target).bind(*args, **named)
+    except TypeError:
+        return False
+    return True

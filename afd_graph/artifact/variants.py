@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from afd_graph.artifact.errors import ArtifactError
-from afd_graph.artifact.operators import check_allowed, find_allowed
+from afd_graph.artifact.operators import check_allowed, graph_of
 from afd_graph.compiled_graph import CompiledGraph
 from afd_graph.config import AFDConfig
 from afd_graph.errors import UnsupportedError
@@ -27,7 +27,7 @@ from afd_graph.report import GraphReport, Report
 from afd_graph.runtime import Channel
 from afd_graph.size_expressions import evaluator, positions
 from afd_graph.step import StepChooser, StepSizes
-from afd_graph.stored_graph import graph_from_dict, graph_to_dict
+from afd_graph.stored_graph import graph_to_dict
 
 MODES = ("sequence", "batch", "rows")
 _CHANNEL = {DISPATCH: 4, RECEIVE: 5}
@@ -142,10 +142,10 @@ class Variants:
             Exception: of any kind, for what is malformed.
         """
         report = GraphReport(**stored["report"])
-        unsplit = graph_from_dict(stored["unsplit"], find_allowed)
+        unsplit = graph_of(stored["unsplit"])
         split, sizes = None, None
         if stored["split"] is not None:
-            split = graph_from_dict(stored["split"], find_allowed)
+            split = graph_of(stored["split"])
             sizes = _sizes(stored["sizes"], inputs)
         elif not report.unsplit_reason or stored["sizes"] is not None:
             raise ArtifactError(

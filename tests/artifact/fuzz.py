@@ -248,14 +248,20 @@ def try_one(path: Path, sealed: bool, expected: torch.Tensor, watch: Watch) -> s
     ids = torch.arange(6).view(1, 6)
     watch.on = True
     try:
-        model = afd_graph.load(path, options={"timeout_s": 20})
+        try:
+            model = afd_graph.load(path, options={"timeout_s": 20})
+        except AFDError:
+            raise
+        except Exception as error:
+            return f"WRONG: load {error!r}"
         try:
             result = model(ids=ids)
         except Exception as error:
             return f"step: {type(error).__name__}" if sealed else f"WRONG: step {error!r}"
         finally:
             model.close()
-        afd_graph.load(path, role="ffn", rank=1)
+        if path.is_dir():
+            afd_graph.load(path, role="ffn", rank=1)
     except AFDError as error:
         return f"load: {type(error).__name__}"
     finally:
