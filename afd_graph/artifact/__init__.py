@@ -1,7 +1,8 @@
 """Serving artifacts: a model compiled once, opened in processes that do not have its code."""
 
 from afd_graph.artifact.errors import ArtifactError, GuardError
-from afd_graph.artifact.load import load
+from afd_graph.artifact.load import load, read_manifest
+from afd_graph.artifact.manifest import Manifest
 from afd_graph.artifact.model import LoadedExperts, LoadedModel, LoadedProgram
 from afd_graph.artifact.operators import allow_operators
 from afd_graph.artifact.write import Checkpoint, save
@@ -15,7 +16,9 @@ __all__ = [
     "LoadedExperts",
     "LoadedModel",
     "LoadedProgram",
+    "Manifest",
     "allow_operators",
     "load",
+    "read_manifest",
     "save",
 ]

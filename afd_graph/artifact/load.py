@@ -97,6 +97,16 @@ def load(
     return opened.model(role, connector, options or {}, plan, programs)
 
 
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """What is said about the artifact at ``path``; opens nothing else.
+
+    Raises:
+        ArtifactError: there is none, or it is damaged or of another version.
+    """
+    with Store(path) as store:
+        return Manifest.decode(_limited(store))
+
+
 class _Artifact:
     """An artifact while it is opened."""
 

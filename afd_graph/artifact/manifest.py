@@ -41,7 +41,7 @@ class Manifest:
     """What is said about an artifact.
 
     Attributes:
-        model: name, type and fingerprint of the model.
+        model: name and fingerprint of the model, dtype of the rows that enter its experts.
         config: the configuration that it was compiled with.
         credits: un-received dispatches that its order needs.
         ffn_ranks: number of FFN ranks that the experts are dealt out to.
@@ -131,7 +131,7 @@ class Manifest:
         credits, ranks = topology["credits"], topology["ffn_ranks"]
         if type(credits) is not int or type(ranks) is not int or credits < 1 or ranks < 1:
             raise ValueError("the topology is malformed")
-        model = {key: body["model"][key] for key in ("name", "fingerprint")}
+        model = {key: body["model"][key] for key in ("name", "fingerprint", "dtype")}
         if not all(type(value) is str for value in model.values()):
             raise ValueError("the model is malformed")
         programs = {str(name): [str(x) for x in lines] for name, lines in body["programs"].items()}

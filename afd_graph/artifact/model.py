@@ -192,6 +192,14 @@ class LoadedExperts:
         """The weight ``name``, of a shared expert or of something equal for all experts."""
         return self._read(name, None)
 
+    def summary(self) -> str:
+        """``experts 0 to 31 of 26 layers, 3.10 GiB``."""
+        first, program = self.first_experts[0], self.programs[0]
+        weights = [t for p in self.programs for e in p.expressions() for _, t in e.weights]
+        size = sum(weight.nbytes for weight in weights) / 2**30
+        last = first + program.num_experts - 1
+        return f"experts {first} to {last} of {len(self.programs)} layers, {size:.2f} GiB"
+
     def executor(self) -> FFNExecutor:
         """What runs work items of these experts."""
         executor = FFNExecutor()

@@ -39,6 +39,7 @@ from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
 from afd_graph.errors import ConfigError, UnsupportedError
 from afd_graph.report import GraphReport
+from afd_graph.stored_graph import constant_name
 
 Progress = Callable[[str], None]
 
@@ -123,7 +124,11 @@ def save(
         found = [WeightFile(weights_name(path), OWN, hashes)]
     files[WEIGHTS] = encode(weights_to_json(found, weights))
     manifest = Manifest(
-        model={"name": name or type(model).__name__, "fingerprint": _fingerprint(files)},
+        model={
+            "name": name or type(model).__name__,
+            "fingerprint": _fingerprint(files),
+            "dtype": constant_name(layers[0].dtype),
+        },
         config=config,
         credits=made.credits,
         ffn_ranks=ffn_ranks,

@@ -7,8 +7,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,9 +40,14 @@ class _Told(BaseException):
 @click.option(
     "--model",
     "path",
-    required=True,
     type=click.Path(exists=True, file_okay=False),
     help="Checkpoint directory: config.json, safetensors, tokenizer.",
+)
+@click.option(
+    "--artifact",
+    type=click.Path(exists=True),
+    help="What afd-graph compile wrote, instead of compiling --model here; that one then only "
+    "gives the tokenizer and may be left out.",
 )
 @click.option("--ffn-ranks", type=click.IntRange(1), required=True, help="FFN ranks of the world.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks a replica.")
@@ -113,7 +118,7 @@ class _Told(BaseException):
     "--batch", type=click.IntRange(1), default=8, show_default=True, help="Prompts a step."
 )
 @click.pass_context
-def command(ctx: click.Context, role: str, path: str, **options: Any) -> None:
+def command(ctx: click.Context, role: str, path: str | None, **options: Any) -> None:
     """Run one rank: torchrun --nproc-per-node N -m afd_graph.cli serve ...
 
     The same command on every rank. The last --ffn-ranks ranks are FFN ranks: each loads its
@@ -121,6 +126,8 @@ def command(ctx: click.Context, role: str, path: str, **options: Any) -> None:
     its state as JSON. The others are attention ranks in replicas of --tp: each replica completes
     its share of the prompts, and rank 0 writes the results.
     """
+    if path is None and options["artifact"] is None:
+        raise click.UsageError("name a --model or an --artifact")
     try:
         with _signals():
             _run(role, path, options)
@@ -129,7 +136,7 @@ def command(ctx: click.Context, role: str, path: str, **options: Any) -> None:
         ctx.exit(128 + signal.Signals[told.name])
 
 
-def _run(role: str, path: str, options: dict[str, Any]) -> None:
+def _run(role: str, path: str | None, options: dict[str, Any]) -> None:
     import torch
 
     from afd_graph.connectors.torch_distributed_world import World, WorldConfig
@@ -156,8 +163,14 @@ def _run(role: str, path: str, options: dict[str, Any]) -> None:
                 remedy="start the attention ranks first, or leave --role out",
             )
         dtype = getattr(torch, options["dtype"]) if options["dtype"] else None
-        checkpoint = Checkpoint(path, dtype)
-        world.describe(fingerprint(checkpoint), str(checkpoint.row_dtype()).removeprefix("torch."))
+        checkpoint = None if path is None else Checkpoint(path, dtype)
+        if options["artifact"]:
+            described = _check_artifact(world, options)
+            world.describe(described["fingerprint"], described["dtype"])
+        else:
+            assert checkpoint is not None
+            rows = str(checkpoint.row_dtype()).removeprefix("torch.")
+            world.describe(fingerprint(checkpoint), rows)
         prepare = _prepare_ffn if is_ffn else _prepare_attention
         go = prepare(world, checkpoint, options)
     except BaseException as error:
@@ -167,6 +180,27 @@ def _run(role: str, path: str, options: dict[str, Any]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def _check_artifact(world: Any, options: dict[str, Any]) -> Mapping[str, str]:
+    """What the manifest says of the model; refuses another world than the artifact is for."""
+    from afd_graph.artifact import read_manifest
+
+    manifest = read_manifest(options["artifact"])
+    asked = {
+        "ffn_ranks": (options["ffn_ranks"], manifest.ffn_ranks, "--ffn-ranks"),
+        "tp": (options["tp"], 1, "--tp"),
+        "credits": (options["credit_count"], manifest.credits, "--credits"),
+        "dtype": (options["dtype"] or manifest.model["dtype"], manifest.model["dtype"], "--dtype"),
+    }
+    for want, have, option in asked.values():
+        if want != have:
+            raise ConfigError(
+                f"the artifact was compiled for {option} {have}, {world.name} was started with "
+                f"{want}",
+                remedy=f"pass {option} {have}, or compile the artifact again",
+            )
+    return manifest.model
+
+
 # -- the FFN role ----------------------------------------------------------------------------------
 
 
@@ -174,9 +208,16 @@ def _prepare_ffn(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
     from afd_graph.ffn.checkpoint import LoadedExperts
     from afd_graph.ffn.server import FFNServer
 
-    experts = LoadedExperts(
-        checkpoint, lambda experts: world.ranks.expert_range(world.rank, experts)
-    )
+    experts: Any
+    if options["artifact"]:
+        from afd_graph.artifact import load
+
+        rank = world.rank - world.ranks.attention
+        experts = load(options["artifact"], role="ffn", rank=rank)
+    else:
+        experts = LoadedExperts(
+            checkpoint, lambda experts: world.ranks.expert_range(world.rank, experts)
+        )
     note(f"{world.name}: loaded {experts.summary()}")
 
     def go() -> None:
@@ -225,48 +266,31 @@ def _state_line(state: Any) -> Iterator[None]:
 
 
 def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
-    import torch
-
-    from afd_graph import AFDBackend, AFDConfig
     from afd_graph.activation import StepLog
-    from afd_graph.connectors.torch_distributed import TorchDistributedConnector
     from afd_graph.generate import Generation, generate, read_prompts
-    from afd_graph.hf_model import load_tokenizer, load_without_experts, make_tensor_parallel
+    from afd_graph.hf_model import load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = None if checkpoint is None else load_tokenizer(checkpoint)
     lines = _all_lines(world, options["prompts"])
     prompts = read_prompts(lines, tokenizer)
-    model = load_without_experts(checkpoint)
-    if options["tp"] > 1:
-        make_tensor_parallel(model, world.tp_mesh())
-    policy = options["split"]
-    config = AFDConfig(
-        split=policy,
-        connector="torch_distributed",
-        credits=options["credit_count"],
-        sequence_parallel=options["sequence_parallel"],
-        timeout_s=options["timeout_s"],
-    )
+    opened = _open_artifact if options["artifact"] else _compile_model
+    compiled = opened(world, checkpoint, options)
 
     def go() -> None:
-        from transformers import DynamicCache
+        import torch
 
-        torch._dynamo.config.recompile_limit = 64
-        # Floats of the model are constants; as inputs they only make every graph compile twice.
-        torch._dynamo.config.specialize_float = True
-        connector = TorchDistributedConnector(world)
-        with AFDBackend(config, connector=connector) as backend, _telling(connector):
-            compiled = torch.compile(model, backend=backend, dynamic=True)
+        connector = compiled.connector
+        with compiled.start() as backend, _telling(connector):
             replicas = world.ranks.attention // world.ranks.tp
             replica = world.ranks.replica(world.rank)
             mine = prompts[replica::replicas]
             done = []
             how = Generation(
-                policy,
+                options["split"],
                 options["mode"] or _mode(options),
                 options["max_new_tokens"],
                 options["batch"],
-                _end_tokens(model),
+                compiled.end_tokens,
                 (lambda tokens: "") if tokenizer is None else tokenizer.decode,
             )
             log = StepLog(backend, prefix=f"replica {replica}.")
@@ -274,9 +298,7 @@ def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> 
             logits: dict[str, torch.Tensor] | None = None
             if first and options["logits_dir"]:
                 logits = {}
-            for document in generate(
-                compiled, lambda: DynamicCache(config=model.config), mine, log, how, logits
-            ):
+            for document in generate(compiled.model, compiled.new_cache, mine, log, how, logits):
                 done.append(json.dumps(asdict(document), ensure_ascii=False))
                 if first:
                     note(f"{world.name}: {len(done)} of {len(mine)} prompts")
@@ -289,6 +311,79 @@ def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> 
             note(f"{world.name}: {report.steps_split} steps split, {dict(report.steps_unsplit)}")
 
     return go
+
+
+@dataclass
+class _Served:
+    """A model that an attention rank serves, whether compiled here or opened.
+
+    Attributes:
+        connector: to the FFN ranks.
+        start: the backend or the loaded model, as a context.
+        model: called for every step.
+        new_cache: makes the cache of a batch.
+        end_tokens: that end a text.
+    """
+
+    connector: Any
+    start: Callable[[], Any]
+    model: Any
+    new_cache: Callable[[], Any]
+    end_tokens: frozenset[int]
+
+
+def _compile_model(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Served:
+    import torch
+    from transformers import DynamicCache
+
+    from afd_graph import AFDBackend, AFDConfig
+    from afd_graph.connectors.torch_distributed import TorchDistributedConnector
+    from afd_graph.hf_model import load_without_experts, make_tensor_parallel
+
+    model = load_without_experts(checkpoint)
+    if options["tp"] > 1:
+        make_tensor_parallel(model, world.tp_mesh())
+    config = AFDConfig(
+        split=options["split"],
+        connector="torch_distributed",
+        credits=options["credit_count"],
+        sequence_parallel=options["sequence_parallel"],
+        timeout_s=options["timeout_s"],
+    )
+    torch._dynamo.config.recompile_limit = 64
+    # Floats of the model are constants; as inputs they only make every graph compile twice.
+    torch._dynamo.config.specialize_float = True
+    served = _Served(
+        TorchDistributedConnector(world),
+        lambda: start(),
+        None,
+        lambda: DynamicCache(config=model.config),
+        _end_tokens(model.generation_config.eos_token_id),
+    )
+
+    def start() -> AFDBackend:
+        backend = AFDBackend(config, connector=served.connector)
+        served.model = torch.compile(model, backend=backend, dynamic=True)
+        return backend
+
+    return served
+
+
+def _open_artifact(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Served:
+    from afd_graph.artifact import load
+    from afd_graph.artifact.served import ServedModel, TensorCache
+    from afd_graph.connectors.torch_distributed import TorchDistributedConnector
+
+    connector = TorchDistributedConnector(world)
+    asked = ("split", "sequence_parallel", "timeout_s")
+    loaded = load(
+        options["artifact"],
+        role="attention",
+        connector=connector,
+        options={"connector": "torch_distributed", **{name: options[name] for name in asked}},
+    )
+    end = None if checkpoint is None else checkpoint.config.get("eos_token_id")
+    return _Served(connector, lambda: loaded, ServedModel(loaded), TensorCache, _end_tokens(end))
 
 
 @contextlib.contextmanager
@@ -315,8 +410,7 @@ def _mode(options: dict[str, Any]) -> str:
     return options["split"] + (", sequence parallel" if options["sequence_parallel"] else "")
 
 
-def _end_tokens(model: Any) -> frozenset[int]:
-    end = model.generation_config.eos_token_id
+def _end_tokens(end: int | list[int] | None) -> frozenset[int]:
     if end is None:
         return frozenset()
     return frozenset([end] if isinstance(end, int) else end)
