@@ -186,7 +186,7 @@ def _refuse_writes(graph: fx.Graph, inputs: list[GraphInput]) -> None:
     """What is bound to an artifact is shared by all steps, and may be mapped from a file."""
     names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        written = names.get(node.args[0])  # type: ignore[call-overload]
+        written = names.get(node.args[0])
         if written is not None:
             raise UnsupportedError(
                 f"the model writes to {written.name}",
