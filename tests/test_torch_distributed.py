@@ -28,6 +28,7 @@ from afd_graph.connectors.torch_distributed_wire import (
 from afd_graph.connectors.torch_distributed_world import Ranks, WorldConfig
 from afd_graph.errors import ConfigError
 from afd_graph.results import read_results
+from afd_graph.tracing import Trace, merge
 from tiny_models import deepseek_v2
 
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
 
 MODELS = {
     "matrices": {
-        "two replicas": (4, {"ffn_ranks": 2}, {"shared_experts": "ffn"}),
+        "two replicas": (4, {"ffn_ranks": 2}, {"shared_experts": "ffn", "trace": True}),
     },
     "stacked": {
         "sequence parallel": (3, {"ffn_ranks": 1, "tp_size": 2}, {"sequence_parallel": True}),
@@ -88,9 +89,25 @@ def test_logits_equal_one_unsplit_process(checkpoints, form):
         replicas = len(attention) // settings.get("tp_size", 1)
         # Two layers, two stages; each of 22 tokens goes to two experts, wherever they are.
         assert [rank["items"] for rank in ffn] == [replicas * 4] * len(ffn)
+        traces = sorted(Path(checkpoints[form]).glob("trace.rank*.json"))
+        if name == "two replicas":
+            check_traces([Trace.read(path) for path in traces])
         padding = 2 * 2 * 2 * 2 if settings.get("tp_size") else 0
         rows = sum(rank["rows"] for rank in ffn)
         assert replicas * 2 * 22 * 2 <= rows <= replicas * 2 * 22 * 2 + padding
+
+
+def check_traces(traces: list[Trace]) -> None:
+    """Both replicas' steps on one clock, each item's experts behind its attention."""
+    assert [trace.rank for trace in traces] == [0, 1]
+    (timeline,) = merge(traces)
+    for rank in (0, 1):
+        items = sorted(interval.item for interval in timeline.lane("ffn", rank))
+        assert items == [(layer, stage) for layer in range(2) for stage in range(2)]
+        sent: dict[tuple[int, int], float] = {}
+        for interval in timeline.lane("attention", rank):
+            sent.setdefault(interval.item, interval.begin_s)
+        assert all(i.begin_s >= sent[i.item] for i in timeline.lane("ffn", rank))
 
 
 def test_every_row_is_computed_once_for_each_of_its_experts():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def serve(world: World, checkpoint: Checkpoint) -> dict[str, Any]:
     return {"items": status.items, "rows": status.rows, "summary": experts.summary()}
 
 
-def attend(world: World, checkpoint: Checkpoint, options: dict[str, Any]) -> dict[str, Any]:
+def attend(
+    world: World, checkpoint: Checkpoint, options: dict[str, Any], path: str
+) -> dict[str, Any]:
     reference, model = deepseek_v2(), load_without_experts(checkpoint)
     if world.ranks.tp > 1:
         make_tensor_parallel(model, world.tp_mesh())
@@ -44,6 +47,9 @@ def attend(world: World, checkpoint: Checkpoint, options: dict[str, Any]) -> dic
         expected = reference(ids, use_cache=False).logits
         got = compiled(ids, use_cache=False).logits
         report = backend.report()
+        if backend.config.trace:
+            trace = backend.trace()
+            trace.write(Path(path) / f"trace.rank{trace.rank}.json")
     return {
         "difference": ((expected - got).abs().max() / expected.abs().max()).item(),
         "split": report.steps_split,
@@ -62,7 +68,7 @@ def rank(path: str, settings: dict[str, Any], options: dict[str, Any]) -> dict[s
     world.describe(fingerprint(checkpoint), "float32")
     if world.ranks.is_ffn(world.rank):
         return {"name": world.name, **serve(world, checkpoint)}
-    return {"name": world.name, **attend(world, checkpoint, options)}
+    return {"name": world.name, **attend(world, checkpoint, options, path)}
 
 
 def main(path: str, cases: dict[str, Any]) -> dict[str, Any]:
