@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _verdict import verdict
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -164,9 +166,11 @@ def main() -> None:
     pairs = zip(rounds["token"], rounds["none"], strict=True)
     ratios = [(token[0] / none[0], token[1] / none[1]) for token, none in pairs]
     share = clock.ours_s / clock.steps_s
-    print(f"throughput, two stages / unsplit AFD: {statistics.median(r[0] for r in ratios):.3f}")
-    print(f"first token, two stages / unsplit AFD: {statistics.median(r[1] for r in ratios):.3f}")
-    print(f"hooks of an unsplit step: {share:.2%} of it (bound {MOST_HOOK_SHARE:.0%})")
+    throughput, first = (statistics.median(r[i] for r in ratios) for i in (0, 1))
+    verdict("throughput, two stages over unsplit AFD", throughput, "no bound", True)
+    verdict("first token, two stages over unsplit AFD", first, "no bound", True)
+    bound = f"at most {MOST_HOOK_SHARE:g}"
+    verdict("hooks of an unsplit step, of it", share, bound, share <= MOST_HOOK_SHARE)
     sys.stdout.flush()
     os._exit(int(share > MOST_HOOK_SHARE))
 
