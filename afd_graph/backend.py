@@ -207,14 +207,19 @@ class AFDBackend:
             self._to_save = stored_graph(
                 programs, graph_report, self.config, self.credits, positions
             )
+        # Before lowering, which may fix sizes that are symbols now.
+        sizes = None
+        if programs.split is not None and programs.sizes is None:
+            assert programs.flow is not None
+            sizes = StepSizes.of(programs.unsplit.graph, programs.flow)
         unsplit = lower(self.config.lowering, programs.unsplit, self.config.lowering_options)
-        split, chooser = self._two_stages(programs)
+        split, chooser = self._two_stages(programs, sizes)
         return CompiledGraph(
             self._report, self.channel, unsplit, split, chooser, programs.unsplit_reason, moved
         )
 
     def _two_stages(
-        self, programs: Programs
+        self, programs: Programs, sizes: StepSizes | None
     ) -> tuple[Callable[[Sequence[Any]], Any] | None, StepChooser | PagedStepChooser | None]:
         """The two-stage program, lowered, and what decides whether a step runs it."""
         flow, gm, config = programs.flow, programs.split, self.config
@@ -240,7 +245,7 @@ class AFDBackend:
             )
         split = lower(config.lowering, gm, config.lowering_options)
         ranks = 1 if programs.group is None else programs.group.size
-        sizes = StepSizes.of(programs.unsplit.graph, flow)
+        assert sizes is not None
         chooser = StepChooser(sizes, config, self._plan, ranks)
         return split if self._cut_is_input else without_cut(split), chooser
 

@@ -12,6 +12,7 @@ from torch import fx
 from afd_graph.config import AFDConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import PassError, PlanError
+from afd_graph.passes.causality import Offset
 from afd_graph.passes.sizes import Size, product, shape_of
 from afd_graph.passes.token_flow import TokenFlow
 from afd_graph.planner import GIVEN, NoSplit, NoSplitReason, StagePlan, plan_at, plan_stages
@@ -19,6 +20,9 @@ from afd_graph.size_expressions import SizeExpressionError, evaluator, tree_of
 
 CACHES_DIFFER = "cache_lengths_differ"
 """Reason of a step whose caches do not hold the same number of tokens."""
+
+MASK_NOT_CAUSAL = "mask_not_causal"
+"""Reason of a step whose attention mask, an input, lets a query see a later key."""
 
 NO_TOKENS = "no_tokens"
 """Reason of a step without any token."""
@@ -47,6 +51,14 @@ class SizeReader:
             raise PassError(f"size {size} is not made of input sizes of the graph") from error
         return ["mul", size.coefficient, *factors] if factors else size.coefficient
 
+    def offset(self, offset: Offset, terms: Sequence[int]) -> Any:
+        """A number of keys, of which scalar inputs are ``terms``, as JSON values."""
+        try:
+            constant = tree_of(offset.constant, self.places)
+        except SizeExpressionError as error:
+            raise PassError(f"offset {offset.constant} is not made of input sizes") from error
+        return ["add", constant, *(["input", term] for term in terms)] if terms else constant
+
     def read(self, size: Size) -> Callable[[Sequence[Any]], int]:
         """A function from the inputs of a step to the value of ``size``."""
         return evaluator(self.tree(size))
@@ -61,12 +73,14 @@ class StepSizes:
         extent: of the token axis.
         tokens: of the step.
         equal: pairs of scalar inputs that must be equal.
+        masks: input masks that must be causal, and how many keys lie before the first query.
     """
 
     mode: str
     extent: Any
     tokens: Any
     equal: tuple[tuple[int, int], ...] = ()
+    masks: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
     def of(cls, graph: fx.Graph, flow: TokenFlow) -> StepSizes:
@@ -78,6 +92,13 @@ class StepSizes:
             reader.tree(flow.axis.extent),
             reader.tree(product(shape_of(flow.seed.meta["val"])[:-1])),
             tuple((inputs.index(a), inputs.index(b)) for a, b in flow.equal_inputs),
+            tuple(
+                (
+                    inputs.index(checked.mask),
+                    reader.offset(checked.offset, [inputs.index(t) for t in checked.offset.terms]),
+                )
+                for checked in flow.checked_masks
+            ),
         )
 
 
@@ -115,15 +136,31 @@ class StepChooser:
         self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
         self._equal = sizes.equal
+        self._masks = [(position, evaluator(offset)) for position, offset in sizes.masks]
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
         """What the two-stage program takes behind the inputs of the step, or why not to run it."""
         cut = self.cut(args)
         if isinstance(cut, str):
             return cut
+        if not self._masks_are_causal(args):
+            return MASK_NOT_CAUSAL
         if self._config.layout_log:
             self.last_plan = self._as_plan(cut, self._extent(args), self._tokens(args))
         return (cut,)
+
+    def _masks_are_causal(self, args: Sequence[Any]) -> bool:
+        """Look at the values of input masks, once a mask whatever number of layers it is for."""
+        least: dict[int, int] = {}
+        for position, offset in self._masks:
+            value = offset(args)
+            least[position] = min(value, least.get(position, value))
+        for position, offset in least.items():
+            mask = args[position]
+            visible = mask if mask.dtype == torch.bool else mask != -torch.inf
+            if bool(visible.triu(offset + 1).any()):
+                return False
+        return True
 
     def _as_plan(self, cut: int, extent: int, tokens: int) -> StagePlan:
         """The cut in tokens, for who reads the log; a sequence cut counts all sequences."""

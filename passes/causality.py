@@ -7,7 +7,9 @@ there before the step. The proof follows the mask upwards:
 * a conjunction is causal when one side is; a cast, an expansion or a select with ``-inf`` for
   what is masked keeps causality;
 * ``key_index <= query_index`` is causal when both are *affine*: one dimension's own index plus an
-  offset (``arange``, shifted, broadcast, or looked up in another affine table).
+  offset (``arange``, shifted, broadcast, or looked up in another affine table);
+* a mask that is an input of the graph cannot be proven; its values are looked at in every step
+  that would be split (:class:`CheckedMask`).
 
 What cannot be proven is reported with the node where the proof stopped.
 """
@@ -71,6 +73,19 @@ class Offset:
         return Offset(expr)
 
 
+@dataclass(frozen=True)
+class CheckedMask:
+    """A mask that is an input of the graph: causal only if its values are when a step runs.
+
+    Attributes:
+        mask: the input, ``[..., queries, keys]``; True, or more than ``-inf``, lets a query see.
+        offset: keys that lie before the first query.
+    """
+
+    mask: fx.Node
+    offset: Offset
+
+
 @dataclass
 class Verdict:
     """Result of a proof.
@@ -78,6 +93,8 @@ class Verdict:
     Attributes:
         causal: whether the mask is causal.
         reason: why not.
+        checked: masks of which the proof takes the values to be causal, to be checked when the
+            step runs.
         equal_inputs: scalar graph inputs that the proof takes to be equal, to be checked when
             the step runs: the caches of all layers count their tokens separately.
     """
@@ -85,6 +102,7 @@ class Verdict:
     causal: bool
     reason: str = ""
     equal_inputs: tuple[tuple[fx.Node, fx.Node], ...] = field(default=())
+    checked: tuple[CheckedMask, ...] = ()
 
 
 def affine(node: Any) -> Affine | None:
@@ -208,6 +226,10 @@ def prove_causal(mask: fx.Node, offset: Offset) -> Verdict:
 
 
 def _prove(node: Any, offset: Offset) -> Verdict:
+    if isinstance(node, fx.Node) and node.op == "placeholder" and _is_mask(node):
+        if any(term.op != "placeholder" for term in offset.terms):
+            return Verdict(False, f"the mask {node.name} meets keys whose place is computed")
+        return Verdict(True, checked=(CheckedMask(node, offset),))
     if not isinstance(node, fx.Node) or node.op != "call_function":
         name = node.name if isinstance(node, fx.Node) else repr(node)
         return Verdict(False, f"mask value {name} comes from outside the graph")
@@ -219,7 +241,8 @@ def _prove(node: Any, offset: Offset) -> Verdict:
     if target in (_AND if _dtype_kind(node) is bool else _ADD) and alike:
         verdicts = [_prove(n, offset) for n in alike]
         reasons = "; ".join(verdict.reason for verdict in verdicts)
-        return next((v for v in verdicts if v.causal), Verdict(False, reasons))
+        causal = sorted((v for v in verdicts if v.causal), key=lambda v: len(v.checked))
+        return causal[0] if causal else Verdict(False, reasons)
     if target in (aten.le.Tensor, aten.lt.Tensor):
         return _compare(node, node.args[0], node.args[1], target is aten.lt.Tensor, offset)
     if target in (aten.ge.Tensor, aten.gt.Tensor):
@@ -232,6 +255,14 @@ def _prove(node: Any, offset: Offset) -> Verdict:
     if target is aten.unsqueeze.default and node.args[1] in range(_rank(node.args[0]) - 1):
         return _prove(node.args[0], offset)
     return Verdict(False, f"{node.name} ({target}) does not show that the mask is causal")
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether an input has a query and a key dimension and values that hide keys."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or _dtype_kind(node) is int:
+        return False
+    return not shape_of(value)[-1].is_one  # One value for all keys hides none from stage 0 alone.
 
 
 def _dtype_kind(node: fx.Node) -> type | None:

@@ -307,7 +307,7 @@ class Splitter(RankRows):
         self.stage = stage
         if append is not None and append.index is not None:
             later = self._sliced(append.index, {0: TokenDim(self.flow.axis)}, stage + 1)
-            self.stage = stage
+            self.stage = None  # The check looks from one stage at the other.
             columns = self._call(aten.index_select.default, (sliced, 3, later), like=mask)
         else:
             visible = self.extents.add(self.starts[stage], self.lengths[stage])

@@ -32,7 +32,7 @@ import afd_graph.attention
 import afd_graph.ops  # noqa: F401  (both register operators)
 from afd_graph.errors import UnsupportedError
 from afd_graph.paged_attention import PAGED_OPERATORS, paged_operator
-from afd_graph.passes.causality import Offset, Verdict, affine, prove_causal
+from afd_graph.passes.causality import CheckedMask, Offset, Verdict, affine, prove_causal
 from afd_graph.passes.flow_rules import (
     FlowContext,
     Outcome,
@@ -118,6 +118,7 @@ class TokenFlow:
         windows: slices of an updated cache that hold just this step's tokens, and their source.
         attentions: the staged attention nodes.
         equal_inputs: scalar inputs that must be equal when a step runs.
+        checked_masks: input masks that must be causal when a step runs.
         metadata: graph inputs with the metadata of paged attention, by field.
     """
 
@@ -131,6 +132,7 @@ class TokenFlow:
     windows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     attentions: list[fx.Node] = field(default_factory=list)
     equal_inputs: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    checked_masks: list[CheckedMask] = field(default_factory=list)
     metadata: dict[str, fx.Node] = field(default_factory=dict)
 
     def staged(self, node: fx.Node) -> bool:
@@ -464,6 +466,10 @@ class _Walk:
         self.flow.equal_inputs += [
             pair for pair in verdict.equal_inputs if pair not in self.flow.equal_inputs
         ]
+        if not self.assume_causal:
+            self.flow.checked_masks += [
+                mask for mask in verdict.checked if mask not in self.flow.checked_masks
+            ]
 
     def _unsupported(self, node: fx.Node, reason: str) -> UnsupportedError:
         remedy = (

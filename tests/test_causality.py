@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from afd_graph.passes.causality import Offset, Verdict, prove_causal
+from afd_graph.passes.causality import CheckedMask, Offset, Verdict, prove_causal
 
 QUERIES, KEYS = 5, 8
 
@@ -211,8 +211,30 @@ def test_all_reasons_are_told():
     assert "lets a query see 3 keys beyond its own index, 1 are known" in verdict.reason
 
 
-def test_a_mask_from_outside_is_named():
+def test_a_mask_from_outside_is_to_be_checked():
     gm = make_fx(lambda mask: mask.clone(), tracing_mode="fake")(torch.ones(1, 1, 4, 4) > 0)
+    mask = next(node for node in gm.graph.nodes if node.op == "placeholder")
+    result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    offset = Offset(sympy.Integer(3))
+    verdict = prove_causal(result, offset)
+    assert verdict.causal
+    assert verdict.checked == (CheckedMask(mask, offset),)
+
+
+def test_what_can_be_proven_is_not_checked():
+    def mask(given):
+        return given & (torch.arange(4)[None, :] <= torch.arange(4)[:, None])
+
+    gm = make_fx(mask, tracing_mode="fake")(torch.ones(4, 4) > 0)
+    result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    verdict = prove_causal(result, Offset(sympy.Integer(0)))
+    assert verdict.causal
+    assert not verdict.checked
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 1), (4,)])
+def test_a_mask_without_a_key_of_its_own_is_refused(shape):
+    gm = make_fx(lambda mask: mask.expand(1, 1, 4, 4), tracing_mode="fake")(torch.ones(shape) > 0)
     result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
     verdict = prove_causal(result, Offset(sympy.Integer(0)))
     assert not verdict.causal

@@ -36,6 +36,39 @@ def test_an_assumed_mask_that_is_not_causal_is_an_error() -> None:
         run(torch.ones(1, 1, 8, 8, dtype=torch.bool), assume_causal=True)
 
 
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril().view(1, 1, 8, 8)
+SEES_ONE_LATER_KEY = CAUSAL.clone()
+SEES_ONE_LATER_KEY[0, 0, 3, 4] = True
+
+
+def as_float(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [
+        (CAUSAL, True),
+        (as_float(CAUSAL), True),
+        (SEES_ONE_LATER_KEY, False),
+        (as_float(SEES_ONE_LATER_KEY), False),
+        (torch.zeros(1, 1, 8, 8), False),
+    ],
+)
+def test_a_mask_from_outside_is_looked_at_in_every_step(mask: torch.Tensor, causal: bool) -> None:
+    model = deepseek_v2()
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad(), AFDBackend() as backend:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for given in (mask, as_float(CAUSAL) if mask.is_floating_point() else CAUSAL):
+            expected = model(ids, attention_mask=given, use_cache=False).logits
+            got = compiled(ids, attention_mask=given, use_cache=False).logits
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        report = backend.report()
+    assert report.steps_split == (2 if causal else 1)
+    assert dict(report.steps_unsplit) == ({} if causal else {"mask_not_causal": 1})
+
+
 def test_padding_rows_must_be_zero() -> None:
     torch.ops.afd.check_zero(torch.zeros(2, 3), "node")
     with pytest.raises(AFDError, match=r"padding rows are not zero.*node=node"):

@@ -96,20 +96,29 @@ def test_greedy_tokens(kind, batch, credits, padded):
     assert set(connector.programs) == {"layer 0", "layer 1"}
 
 
-def test_generate_of_the_library():
-    """The library's own loop, over a compiled forward."""
+@pytest.mark.parametrize(
+    ("cache", "lowering"),
+    [("dynamic", "eager"), ("static", "eager"), ("static", "inductor")],
+)
+def test_generate_of_the_library(cache, lowering):
+    """The library's own loop, over a compiled forward; a static cache brings the mask along."""
     model = deepseek_v3()
     prompt = torch.randint(1, VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompt)
+    mask[1, :2] = 0
     options = {
-        "attention_mask": torch.ones_like(prompt),
+        "attention_mask": mask,
         "max_new_tokens": 8,
         "min_new_tokens": 8,
         "do_sample": False,
         "pad_token_id": 0,
+        "cache_implementation": cache,
+        "disable_compile": True,
     }
     expected = model.generate(prompt, **options)
-    with AFDBackend() as backend:
+    with AFDBackend(AFDConfig(lowering=lowering)) as backend:
         model.forward = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=True)
         got = model.generate(prompt, **options)
         assert backend.report().steps_split == 8
+        assert not backend.report().steps_unsplit
     assert torch.equal(got, expected)

@@ -132,6 +132,8 @@ def _chosen(programs: Programs, config: AFDConfig) -> tuple[fx.GraphModule, str]
         return programs.unsplit, "unsplit: the stages of a paged step are planned on the host"
     if any(bool(a.meta["val"] != b.meta["val"]) for a, b in flow.equal_inputs):
         return programs.unsplit, f"unsplit: {CACHES_DIFFER}"
+    if flow.checked_masks:
+        return programs.unsplit, "unsplit: the attention mask is an input, see assume_causal"
     sizes = [flow.axis.extent, product(shape_of(flow.seed.meta["val"])[:-1])]
     if not any(size.factors() for size in sizes):
         chooser = StepChooser(StepSizes.of(programs.unsplit.graph, flow), config)
