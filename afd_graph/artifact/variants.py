@@ -116,6 +116,7 @@ class Variants:
                 "extent": sizes.extent,
                 "tokens": sizes.tokens,
                 "equal": [list(pair) for pair in sizes.equal],
+                "masks": [list(pair) for pair in sizes.masks],
             },
             "report": {
                 "layers": report.layers,
@@ -173,11 +174,12 @@ def _lowered(graph: fx.Graph) -> Callable[[Sequence[Any]], Any]:
 
 def _sizes(stored: Any, inputs: int) -> StepSizes:
     equal = tuple((int(a), int(b)) for a, b in stored["equal"])
-    sizes = StepSizes(stored["mode"], stored["extent"], stored["tokens"], equal)
+    masks = tuple((int(mask), offset) for mask, offset in stored["masks"])
+    sizes = StepSizes(stored["mode"], stored["extent"], stored["tokens"], equal, masks)
     if sizes.mode not in MODES:
         raise ValueError(f"the mode {sizes.mode!r} is not known")
-    read = {position for pair in equal for position in pair}
-    for tree in (sizes.extent, sizes.tokens):
+    read = {position for pair in equal for position in pair} | {mask for mask, _ in masks}
+    for tree in (sizes.extent, sizes.tokens, *(offset for _, offset in masks)):
         evaluator(tree)
         read |= positions(tree)
     if not all(0 <= position < inputs for position in read):
