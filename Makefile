@@ -10,6 +10,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_ARGS ?=
 MATRIX_ARGS ?=
 WORKERS ?= 2
 
@@ -32,7 +33,7 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup vllm-setup vllm-test serve-demo torchair-setup torchair-dispatch-setup \
-  browser-setup demo test lint types bench matrix clean
+  browser-setup demo test lint types bench matrix fuzz clean
 
 help:  ## show this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +141,10 @@ bench: $(READY)  ## run every benchmark; fails when one misses its bound
 matrix: $(READY)  ## six configurations of DP3TP2 + EP2 in eight processes, against the unsplit model
 	@echo "== matrix: about a quarter of an hour on two cores, 4 GiB"
 	@$(BIN)/python -m evaluation.matrix $(MATRIX_ARGS)
+
+fuzz: $(READY)  ## damage an artifact in 5,000 ways; FUZZ_ARGS, such as --mutations 100 --seed 2
+	@echo "== fuzz: about ten minutes of one core"
+	@$(BIN)/python tests/artifact/fuzz.py $(FUZZ_ARGS)
 
 clean:  ## remove the environment, downloads and everything generated
 	@echo "== removing .venv*, .cache and generated files"
