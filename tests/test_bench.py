@@ -68,6 +68,16 @@ def test_missed_bounds_and_crashes_end_with_one(folder):
     assert "table" in answer.stderr
 
 
+def test_what_needs_vllm_is_left_out_aloud(folder, monkeypatch):
+    (folder / "vllm_speed.py").write_text((folder / "good.py").read_text())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    answer = call("--directory", folder, "--json")
+    assert "vllm_speed" not in json.loads(answer.stdout)["benchmarks"]
+    assert "left out without vLLM: vllm_speed" in answer.stderr
+    answer = call("vllm_speed", "--directory", folder, "--json")
+    assert "vllm_speed" in json.loads(answer.stdout)["benchmarks"]
+
+
 def test_arguments_reach_the_benchmark(folder):
     found = json.loads(call("asks", "--directory", folder, "--args", "--a '1 2'", "--json").stdout)
     assert found["benchmarks"]["asks"]["claims"][0]["claim"] == "--a 1 2"

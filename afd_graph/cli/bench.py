@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -51,6 +52,8 @@ def command(
 ) -> None:
     """Run benchmarks by NAME, all without one; exit with 1 when a bound is missed.
 
+    Those of vLLM are left out where it is not installed, unless they are named.
+
     They compare things in one run, in turns, and print ratios. They need a checkout of the
     repository, the extras 'hf' and 'cluster', two cores, and a machine that does nothing else.
 
@@ -67,6 +70,10 @@ def command(
             f"no benchmark is called {', '.join(unknown)}", remedy=f"use {', '.join(found)}"
         )
     chosen = {name: found[name] for name in names or found}
+    if not names and not only_list and importlib.util.find_spec("vllm") is None:
+        for name in [name for name in chosen if name.startswith("vllm_")]:
+            note(f"left out without vLLM: {name}")
+            del chosen[name]
     if only_list:
         lines = {name: _first_line(path) for name, path in chosen.items()}
         if as_json:
