@@ -155,10 +155,10 @@ class StepChooser:
         for position, offset in self._masks:
             value = offset(args)
             least[position] = min(value, least.get(position, value))
-        for position, offset in least.items():
+        for position, diagonal in least.items():
             mask = args[position]
             visible = mask if mask.dtype == torch.bool else mask != -torch.inf
-            if bool(visible.triu(offset + 1).any()):
+            if bool(visible.triu(diagonal + 1).any()):
                 return False
         return True
 
