@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import afd_graph
 from afd_graph import AFDConfig
 from afd_graph.connectors.cam_group import CamGroup
+from afd_graph.connectors.cann_window import open_window
 from afd_graph.lowering.ascend import streams
 from afd_graph.lowering.torchair import prepare
 from afd_graph.passes.recover_attention import recover_attention
@@ -223,3 +225,38 @@ def test_the_backend_takes_a_configuration_of_npugraph_ex(monkeypatch):
     codes = [program.result.get_code() for program in recorder.programs]
     assert [len(captured_code.exchanges(code)) for code in codes] == [2 * LAYERS, 4 * LAYERS]
     assert [captured_code.faults(code) for code in codes] == [[], []]
+
+
+class ProcessGroup:
+    """Hands out memory as the window of a rank."""
+
+    def _window_register_and_exchange(self, size: int, ranks: list[int]) -> None:
+        self.window = torch.empty(size, dtype=torch.int8, device="npu:0")
+
+    def _get_window_mem(self) -> torch.Tensor:
+        return self.window
+
+
+@pytest.mark.parametrize("quant", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_torch_npu_makes_the_context_of_a_window(rank, quant):
+    """It lays its areas out in the window and refuses one that is too small."""
+    rows, top_k, hidden = 16, 2, 512
+    group = CamGroup(2, 1, rank, rows, dynamic_quant=quant, operators="cann")
+    process_group = ProcessGroup()
+    sizes = {"hidden_size": hidden, "top_k": top_k, "num_experts": 8, "dtype": torch.bfloat16}
+    window = open_window(group, process_group, **sizes)
+    assert (window.context.shape, window.context.dtype) == ((1024,), torch.int8)
+    told = dict(re.findall(r"(\w+)=(\d+)", window.holder.get_schedule_context_info()))
+    places = rows * (top_k + 1)
+    if rank == 0:
+        expected = {"schedule_mode": 1, "token_info_buf_size": 4 * places}
+        expected["token_data_buf_size"] = places * hidden * 2
+    else:
+        row = 1024  # 512 values of two bytes, or 512 bytes and a scale, aligned
+        expected = {"schedule_mode": 0, "token_info_buf_size": 2 * 4 * (2 + places)}
+        expected["token_data_buf_size"] = 2 * places * row
+    assert {name: int(told[name]) for name in expected} == expected
+    first, last = process_group.window.data_ptr(), int(told["token_data_buf"])
+    assert last + expected["token_data_buf_size"] <= first + process_group.window.numel()
+    window.close()
