@@ -20,11 +20,13 @@ import pytest
 import session
 import torch
 from ge_graph import GeGraph, faults
+from paged_model import RANK, ROPE, Batch, PagedModel
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import afd_graph
+import afd_graph.connectors.cam as cam
 from afd_graph import AFDConfig
 from afd_graph.connectors.cam_group import CamGroup
 from afd_graph.connectors.cann_window import open_window
@@ -140,6 +142,35 @@ def test_the_hook_recovers_fused_attention(monkeypatch):
     graph = GeGraph(programs[0].graph._proto)
     assert faults(graph) == []
     assert len(graph.exchanges()) == 2 * LAYERS
+
+
+def test_the_serving_form_lowers_over_operators_of_cann(monkeypatch):
+    """Paged attention and the exchange, with the shapes and schemas of the real torch_npu."""
+    monkeypatch.setattr(cam, "missing_kernel", lambda *_: None)
+    context = torch.zeros(1024, dtype=torch.int8)
+    monkeypatch.setattr(cam.CamConnector, "schedule_context", lambda *_: context)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = Batch([(6, 1), (0, 10), (9, 1), (13, 4)], block_size=3, pad_tokens=4, pad_requests=4)
+    torch.set_default_dtype(torch.bfloat16)
+    with mode, torch.device("npu:0"):
+        network = PagedModel(LAYERS)
+        arguments = [
+            torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+            for x in batch.arguments([])
+        ]
+        shape = (batch.num_blocks, batch.block_size, RANK + ROPE)
+        arguments[2] = [torch.empty(shape) for _ in network.layers]
+    recorder = session.Recorder(torchair)
+    compiler = session.backend(cam_emulator.World(1, 1), operators="cann")
+    with mode, recorder.watching(), torch.no_grad(), compiler:
+        compiled = torch.compile(network, backend=compiler, dynamic=True, fullgraph=True)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # where a run begins
+            compiled(*arguments)
+    unsplit, split = (GeGraph(program.ge()) for program in recorder.programs)
+    assert faults(unsplit) == []
+    assert faults(split) == []
+    assert split.types()["FusedInferAttentionScore"] == 2 * LAYERS + 1
+    assert split.types()["AttentionWorkerCombine"] == 2 * LAYERS
 
 
 @pytest.mark.parametrize("causal", [False, True])

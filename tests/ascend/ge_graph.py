@@ -250,7 +250,7 @@ def _signature_faults(op: Any, operator: Operator) -> list[str]:
     if len(given) != len(inputs) or described != inputs:
         found.append(f"{op.name} has inputs {described}, the table says {inputs}")
     attributes = {ir for _, ir in operator.attributes}
-    missing = attributes - set(op.attr)
+    missing = attributes - set(op.attr) - operator.defaulted
     if missing:
         found.append(f"{op.name} lacks attributes {sorted(missing)}")
     outputs = [desc.name for desc in op.output_desc]

@@ -31,8 +31,8 @@ def _converter(operator: Operator) -> Any:
         given = {a.name: a.default_value for a in operator.overload._schema.arguments}
         given.update(zip(operator.argument_names, arguments, strict=False), **keywords)
         inputs = {ir: given[argument] for argument, ir in operator.inputs}
-        # torchair leaves an empty name for an optional input that is not given, which its own
-        # pass over the sends of CANN stumbles over.
+        # custom_op leaves an empty name for an input that is not given, which torchair's pass over
+        # the sends of CANN stumbles over.
         while next(reversed(inputs.values())) is None:
             inputs.popitem()
         return ge.custom_op(

@@ -66,6 +66,11 @@ class Operator:
         """Arguments that may be left out and are tensors."""
         return frozenset(re.findall(r"Tensor\? (\w+)", self.arguments))
 
+    @property
+    def defaulted(self) -> frozenset[str]:
+        """Arguments that may be left out and are numbers."""
+        return frozenset(re.findall(r"(\w+)=\d", self.arguments))
+
     def bind(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of a call, from values by argument name."""
         positional, _, _ = self.arguments.partition(", *, ")
