@@ -17,6 +17,7 @@ FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
 FORMS = {
     "v2-mla": ("deepseek_v2", {}, {}),
     "v3-mla": ("deepseek_v3", {}, {}),
+    "v3-opaque": ("deepseek_v3", {}, {"AFD_TEST_OPAQUE": "1"}),
     # MLA on CPU has neither prefix caching nor chunked prefill; plain attention has both.
     "v2-mha-caching-chunked": (
         "deepseek_v2",
