@@ -32,7 +32,7 @@ export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm-setup vllm-test serve-demo torchair-setup torchair-dispatch-setup \
+.PHONY: help setup vllm-setup vllm-test vllm-bench serve-demo torchair-setup torchair-dispatch-setup \
   browser-setup demo test lint types bench matrix fuzz clean
 
 help:  ## show this list
@@ -105,6 +105,10 @@ $(VLLM_ASCEND)/%.downloaded: | $(VLLM_READY)
 vllm-test: $(VLLM_READY) $(VLLM_ASCEND)/0.18.0.downloaded $(VLLM_ASCEND)/0.26.0rc1.downloaded  ## run the tests inside vLLM
 	@echo "== tests inside vLLM"
 	@$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini $(PYTEST_ARGS) tests/vllm
+
+vllm-bench: $(VLLM_READY)  ## what the backend costs and gives inside vLLM
+	@echo "== benchmarks/vllm_serving.py"
+	@$(VLLM_BIN)/python benchmarks/vllm_serving.py
 
 serve-demo: $(VLLM_READY)  ## vLLM's server with the backend and without, the same requests to both
 	@echo "== demo: serving"
