@@ -108,15 +108,15 @@ def test_errors_as_json(tmp_path):
     assert json.loads(answer.stdout)["remedy"]
 
 
-def small_config(tmp_path, **changes):
-    values = json.loads(tiny_models.deepseek_v3(num_hidden_layers=3).config.to_json_string())
+def small_config(tmp_path, layers=1, **changes):
+    values = json.loads(tiny_models.deepseek_v3(num_hidden_layers=layers).config.to_json_string())
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values | changes))
     return path
 
 
 def test_inspect_says_what_would_happen(tmp_path):
-    path = small_config(tmp_path, first_k_dense_replace=1)
+    path = small_config(tmp_path, layers=3, first_k_dense_replace=1)
     answer = run("inspect", path, "--json", "--tokens", "2,100", "--ffn-ranks", "2")
     assert answer.exit_code == 0, answer.output
     said = json.loads(answer.stdout)
