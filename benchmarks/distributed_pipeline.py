@@ -40,7 +40,7 @@ ORDERS = {"unsplit": unsplit, "send-first": send_first, "receive-first": receive
 COSTS = (
     # attention, experts of one replica's stage, latency of a link; in units
     (1.0, 0.25, 0.1),  # attention is the bottleneck
-    (1.0, 0.5, 0.25),  # balanced: the pool is as busy as attention
+    (1.0, 0.35, 0.2),  # both replicas keep the pool at 70 %
     (0.5, 0.75, 0.1),  # the experts are
     (0.5, 0.2, 0.6),  # the links are
 )

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,18 +16,11 @@ from typing import IO, Any
 import click
 
 from afd_graph.cli.output import note
+from afd_graph.cli.signals import Signals, Told, end
 from afd_graph.config import SPLITS
-from afd_graph.errors import ConfigError, ConnectorError
+from afd_graph.errors import AFDError, ConfigError, ConnectorError
 
 _STATE_S = 1.0  # how often the state on a terminal is renewed
-
-
-class _Told(BaseException):
-    """A signal asked this rank to end."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
 
 @click.command()
@@ -128,15 +122,23 @@ def command(ctx: click.Context, role: str, path: str | None, **options: Any) -> 
     """
     if path is None and options["artifact"] is None:
         raise click.UsageError("name a --model or an --artifact")
-    try:
-        with _signals():
-            _run(role, path, options)
-    except _Told as told:
-        note(f"afd-graph: told to stop by {told.name}")
-        ctx.exit(128 + signal.Signals[told.name])
+    with Signals() as signals:
+        try:
+            _run(role, path, options, signals)
+        except (Told, Exception) as error:
+            if signals.name is not None:
+                note(f"afd-graph: told to stop by {signals.name}")
+                end(ctx, 128 + signal.Signals[signals.name])
+            # What happens while Dynamo compiles comes inside of an error of its own.
+            inner = getattr(error, "inner_exception", error)
+            if not isinstance(inner, AFDError):
+                traceback.print_exc()
+            click.secho(f"afd-graph: {inner}", fg="red", err=True)
+            end(ctx, 1)
+        end(ctx, 0)
 
 
-def _run(role: str, path: str | None, options: dict[str, Any]) -> None:
+def _run(role: str, path: str | None, options: dict[str, Any], signals: Signals) -> None:
     import torch
 
     from afd_graph.connectors.torch_distributed_world import World, WorldConfig
@@ -172,12 +174,13 @@ def _run(role: str, path: str | None, options: dict[str, Any]) -> None:
             rows = str(checkpoint.row_dtype()).removeprefix("torch.")
             world.describe(fingerprint(checkpoint), rows)
         prepare = _prepare_ffn if is_ffn else _prepare_attention
-        go = prepare(world, checkpoint, options)
+        go = prepare(world, checkpoint, options, signals)
+        if signals.name is not None:
+            raise Told
     except BaseException as error:
         world.give_up(error)
         raise
     go()
-    torch.distributed.destroy_process_group()
 
 
 def _check_artifact(world: Any, options: dict[str, Any]) -> Mapping[str, str]:
@@ -204,7 +207,9 @@ def _check_artifact(world: Any, options: dict[str, Any]) -> Mapping[str, str]:
 # -- the FFN role ----------------------------------------------------------------------------------
 
 
-def _prepare_ffn(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
+def _prepare_ffn(
+    world: Any, checkpoint: Any, options: dict[str, Any], _: Signals
+) -> Callable[[], None]:
     from afd_graph.ffn.checkpoint import LoadedExperts
     from afd_graph.ffn.server import FFNServer
 
@@ -265,7 +270,9 @@ def _state_line(state: Any) -> Iterator[None]:
 # -- the attention role ----------------------------------------------------------------------------
 
 
-def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> Any:
+def _prepare_attention(
+    world: Any, checkpoint: Any, options: dict[str, Any], signals: Signals
+) -> Callable[[], None]:
     from afd_graph.activation import StepLog
     from afd_graph.generate import Generation, generate, read_prompts
     from afd_graph.hf_model import load_tokenizer
@@ -280,7 +287,8 @@ def _prepare_attention(world: Any, checkpoint: Any, options: dict[str, Any]) -> 
         import torch
 
         connector = compiled.connector
-        with compiled.start() as backend, _telling(connector):
+        signals.tell = connector.stop
+        with compiled.start() as backend:
             replicas = world.ranks.attention // world.ranks.tp
             replica = world.ranks.replica(world.rank)
             mine = prompts[replica::replicas]
@@ -382,18 +390,8 @@ def _open_artifact(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Ser
         connector=connector,
         options={"connector": "torch_distributed", **{name: options[name] for name in asked}},
     )
-    end = None if checkpoint is None else checkpoint.config.get("eos_token_id")
-    return _Served(connector, lambda: loaded, ServedModel(loaded), TensorCache, _end_tokens(end))
-
-
-@contextlib.contextmanager
-def _telling(connector: Any) -> Iterator[None]:
-    """Tell the other ranks why this one ends when it is interrupted."""
-    try:
-        yield
-    except _Told as told:
-        connector.stop(told.name)
-        raise
+    last = None if checkpoint is None else checkpoint.config.get("eos_token_id")
+    return _Served(connector, lambda: loaded, ServedModel(loaded), TensorCache, _end_tokens(last))
 
 
 def _all_lines(world: Any, prompts: IO[str]) -> list[str]:
@@ -447,18 +445,3 @@ def _write_logits(logits: dict[str, Any], folder: str, replica: int) -> None:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(logits, Path(folder) / f"replica{replica}.safetensors")
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end this rank by an exception of ours, whatever it is doing."""
-
-    def tell(number: int, _: Any) -> None:
-        raise _Told(signal.Signals(number).name)
-
-    before = {n: signal.signal(n, tell) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
