@@ -1,4 +1,4 @@
-"""How a command that runs until it is told ends: by a signal, and past threads that wait in gloo."""
+"""How a command that runs until it is told ends: by a signal, past threads that wait in gloo."""
 
 from __future__ import annotations
 
