@@ -124,8 +124,8 @@ def test_faults_end_every_rank_with_the_cause():
     assert not found["bad"]
 
 
-def test_many_steps_leave_nothing_behind():
-    found = run("soak.py", "--steps", "300")
+def test_many_steps_and_a_long_pause_leave_nothing_behind():
+    found = run("soak.py", "--steps", "300", "--idle", "25")
     assert not found["errors"]
     assert len(found["held"]) == 4
     assert not found["grown"]

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def held() -> dict[str, int]:
     }
 
 
-def attention(world: World, steps: int) -> list[dict[str, int]]:
+def attention(world: World, steps: int, idle_s: float) -> list[dict[str, int]]:
     connector = TorchDistributedConnector(world)
     channel = Channel(connector, credits=2, timeout_s=60)
     for number in range(LAYERS):
@@ -59,6 +60,8 @@ def attention(world: World, steps: int) -> list[dict[str, int]]:
     generator = torch.Generator().manual_seed(world.rank)
     seen = []
     for step in range(steps):
+        if step == 1:
+            time.sleep(idle_s)
         for layer in range(LAYERS):
             sent = []
             for stage in range(2):
@@ -74,7 +77,7 @@ def attention(world: World, steps: int) -> list[dict[str, int]]:
     return seen
 
 
-def ffn(world: World, steps: int) -> list[dict[str, int]]:
+def ffn(world: World, steps: int, _: float) -> list[dict[str, int]]:
     named: dict[str, torch.Tensor] = {}
     for number in range(LAYERS):
         named.update(layer_of(number).routed.weights)
@@ -91,13 +94,14 @@ def ffn(world: World, steps: int) -> list[dict[str, int]]:
     return seen
 
 
-def rank(steps: int) -> list[dict[str, int]]:
-    world = World(WorldConfig(ffn_ranks=2))
-    return (ffn if world.ranks.is_ffn(world.rank) else attention)(world, steps)
+def rank(steps: int, idle_s: float) -> list[dict[str, int]]:
+    # The idle time is beyond every limit that the ranks and gloo know of.
+    world = World(WorldConfig(ffn_ranks=2, timeout_s=20.0, connect_timeout_s=20.0))
+    return (ffn if world.ranks.is_ffn(world.rank) else attention)(world, steps, idle_s)
 
 
-def main(steps: int) -> dict[str, Any]:
-    ended = run_world(4, rank, steps, limit_s=60 + steps)
+def main(steps: int, idle_s: float = 0.0) -> dict[str, Any]:
+    ended = run_world(4, rank, steps, idle_s, limit_s=60 + steps + idle_s)
     grown = [
         f"rank {number}: {name} {before[name]} -> {after[name]}"
         for number, end in enumerate(ended)
@@ -113,4 +117,6 @@ def main(steps: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
-    print("RESULT " + json.dumps(main(parser.parse_args().steps)))
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds without a step")
+    arguments = parser.parse_args()
+    print("RESULT " + json.dumps(main(arguments.steps, arguments.idle)))
