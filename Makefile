@@ -143,7 +143,7 @@ bench: $(READY)  ## run every benchmark; fails when one misses its bound
 	if [ -n "$$failed" ]; then echo "bounds missed by:$$failed" >&2; exit 1; fi
 
 matrix: $(READY)  ## six configurations of DP3TP2 + EP2 in eight processes, against the unsplit model
-	@echo "== matrix: about a quarter of an hour on two cores, 4 GiB"
+	@echo "== matrix: about ten minutes on two cores, 4 GiB"
 	@$(BIN)/python -m evaluation.matrix $(MATRIX_ARGS)
 
 fuzz: $(READY)  ## damage an artifact in 5,000 ways; FUZZ_ARGS, such as --mutations 100 --seed 2
