@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import click
 
+from afd_graph.cli.model_options import (
+    dtype_option,
+    ffn_ranks_option,
+    parse_dtype,
+    parse_settings,
+    settings_option,
+)
 from afd_graph.cli.output import json_option, note, print_json
-from afd_graph.errors import ConfigError
 
 
 @click.command()
@@ -25,15 +29,9 @@ from afd_graph.errors import ConfigError
     "--programs",
     help="Comma-separated: prefill, extend, decode, each also with _batch.  [default: all six]",
 )
-@click.option("--ffn-ranks", default=1, show_default=True, type=click.IntRange(1), metavar="N")
-@click.option("--dtype", metavar="NAME", help="Of the weights.  [default: the configuration's]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="OPTION=VALUE",
-    help="An option of AFDConfig, such as split=request or credits=1; may be repeated.",
-)
+@ffn_ranks_option
+@dtype_option
+@settings_option
 @click.option("--force", is_flag=True, help="Replace an artifact that is there.")
 @json_option
 def command(
@@ -109,43 +107,3 @@ def command(
     click.echo(f"{output}: {manifest.model['name']}, {size / 2**20:.1f} MiB without weights")
     for name, lines in manifest.programs.items():
         click.echo(f"  {name:14} {lines[0]}" + (f" and {len(lines) - 1} more" * (len(lines) > 1)))
-
-
-def parse_settings(settings: tuple[str, ...]) -> Any:
-    """A configuration from ``OPTION=VALUE``; a value is JSON, or text as it stands.
-
-    Raises:
-        ConfigError: no ``=``, or not an option with such a value.
-    """
-    from afd_graph.config import AFDConfig
-
-    options: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--set {setting} is no OPTION=VALUE", remedy="write --set split=request"
-            )
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return AFDConfig.from_options(options)
-
-
-def parse_dtype(name: str | None) -> Any:
-    """The floating-point type of that name; None for None.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name is None:
-        return None
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(
-            f"--dtype {name} is no floating-point type", remedy="write bfloat16 or float32"
-        )
-    return found

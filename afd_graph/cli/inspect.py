@@ -6,7 +6,13 @@ from typing import Any
 
 import click
 
-from afd_graph.cli.compile import parse_dtype, parse_settings
+from afd_graph.cli.model_options import (
+    dtype_option,
+    ffn_ranks_option,
+    parse_dtype,
+    parse_settings,
+    settings_option,
+)
 from afd_graph.cli.output import json_option, note, print_json
 
 REFUSED = 3
@@ -29,15 +35,9 @@ _SHOWN = 12
     metavar="N,...",
     help="Plan steps of these sizes: tokens of a request, or requests where they are not cut.",
 )
-@click.option("--dtype", metavar="NAME", help="Of the weights.  [default: the configuration's]")
-@click.option("--ffn-ranks", default=1, show_default=True, type=click.IntRange(1), metavar="N")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="OPTION=VALUE",
-    help="An option of AFDConfig, such as split=request or credits=1; may be repeated.",
-)
+@dtype_option
+@ffn_ranks_option
+@settings_option
 @click.option("--full-order", is_flag=True, help="Print the order of all layers.")
 @json_option
 @click.pass_context

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
+from afd_graph.connectors.refusals import no_credit
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.ffn.program import FFNProgram
 
@@ -82,12 +83,7 @@ class EmulatedConnector(Connector):
                 "the emulated connector is closed", layer=item.layer, stage=item.stage
             )
         if len(self._flights) >= self.credits:
-            raise ConnectorError(
-                f"send without a credit: {self.credits} items are un-received",
-                layer=item.layer,
-                stage=item.stage,
-                remedy="receive and release an answer first",
-            )
+            raise no_credit(self.credits, item)
         share = 1.0 if self._per_rows is None else item.rows.shape[0] / self._per_rows
         begin = max(now + self._dispatch_s * share, self._engine_free_s)
         self._engine_free_s = begin + self._ffn_s * share

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from afd_graph.connectors.base import Connector, WorkItem
+from afd_graph.connectors.refusals import no_credit
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.ffn.executor import FFNExecutor
 from afd_graph.ffn.program import FFNProgram
@@ -84,12 +85,7 @@ class LocalConnector(Connector):
         """Queue ``item`` for the thread and return its ticket."""
         self._check_open(item.layer, item.stage)
         if len(self._jobs) >= self.credits:
-            raise ConnectorError(
-                f"send without a credit: {self.credits} items are un-received",
-                layer=item.layer,
-                stage=item.stage,
-                remedy="receive and release an answer first",
-            )
+            raise no_credit(self.credits, item)
         if self._thread is None:
             self._start()
         memory, self._prepared = self._prepared, None

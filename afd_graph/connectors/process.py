@@ -25,6 +25,7 @@ from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.child_process import ChildProcess
 from afd_graph.connectors.ffn_peer import FFNPeer
 from afd_graph.connectors.moved_weights import MovedWeights
+from afd_graph.connectors.refusals import is_known, misfit, no_credit, wrong_item
 from afd_graph.connectors.shared_memory import Segment
 from afd_graph.connectors.wire import ItemLayout, Kind, Message
 from afd_graph.errors import ConfigError, ConnectorError
@@ -131,15 +132,8 @@ class ProcessConnector(Connector):
     def add_program(self, program: FFNProgram) -> None:
         """Move the weights to shared memory and start the FFN process if there is none yet."""
         self._peer.check_open(program.layer, None)
-        known = self._layers.get(program.layer)
-        if known is not None:
-            if known.key and known.key == program.key:
-                return
-            raise ConnectorError(
-                f"the layer already has other experts (key {known.key!r}, now {program.key!r})",
-                layer=program.layer,
-                remedy="use one backend per model",
-            )
+        if is_known(program, self._layers.get(program.layer)):
+            return
         weights = MovedWeights(program)
         # A forgotten connector gives the weights back as well, but not at interpreter exit.
         finalizer = weakref.finalize(self, weights.restore)
@@ -253,23 +247,10 @@ class ProcessConnector(Connector):
         return self._peer.pid
 
     def _checked(self, item: WorkItem) -> _Layer:
-        layer = self._layers.get(item.layer)
-        if layer is None:
-            problem = f"no experts for this layer; layers here: {sorted(self._layers)}"
-        elif item.rows.dim() != 2 or item.rows.shape[1] != layer.hidden_size:
-            problem = f"rows {tuple(item.rows.shape)} are not [m, {layer.hidden_size}]"
-        elif item.rows.dtype != layer.dtype:
-            problem = f"rows are {item.rows.dtype}, the experts {layer.dtype}"
-        elif len(item.counts) != layer.num_experts:
-            problem = f"{len(item.counts)} counts for {layer.num_experts} experts"
-        else:
-            return layer
-        raise ConnectorError(
-            f"wrong work item: {problem}",
-            layer=item.layer,
-            stage=item.stage,
-            remedy="check that both sides run the same model and version",
-        )
+        problem = misfit(item, self._layers)
+        if problem is not None:
+            raise wrong_item(item, problem)
+        return self._layers[item.layer]
 
     def _start(self) -> None:
         child = self._spawn()
@@ -287,8 +268,5 @@ class ProcessConnector(Connector):
         if not free and any(flight.abandoned for flight in self._flights.unanswered):
             self._peer.read_until(lambda: bool(free), _DRAIN_S, None, None)
         if not free:
-            raise ConnectorError(
-                f"send without a credit: {self.credits} items are un-received",
-                remedy="receive and release an answer first",
-            )
+            raise no_credit(self.credits)
         return free.pop()

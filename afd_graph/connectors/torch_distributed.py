@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from afd_graph.connectors import row_quantisation as quantisation
 from afd_graph.connectors.base import Connector, WorkItem
+from afd_graph.connectors.refusals import is_known, misfit, no_credit, wrong_item
 from afd_graph.connectors.torch_distributed_watch import Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     NO_SHARED_ROWS,
@@ -183,15 +184,8 @@ class TorchDistributedConnector(Connector):
         """
         self.open()
         self._check_usable(program.layer, None)
-        known = self._layers.get(program.layer)
-        if known is not None:
-            if known.key and known.key == program.key:
-                return
-            raise ConnectorError(
-                f"the layer already has other experts (key {known.key!r}, now {program.key!r})",
-                layer=program.layer,
-                remedy="use one backend per model",
-            )
+        if is_known(program, self._layers.get(program.layer)):
+            return
         self._world.ranks.expert_range(self._world.ranks.attention, program.num_experts)
         stored, tensors = program_to_dict(program)
         shapes = {
@@ -411,30 +405,19 @@ class TorchDistributedConnector(Connector):
             self._watch.raise_failure(layer, stage)
 
     def _check_item(self, item: WorkItem) -> None:
-        layer = self._layers.get(item.layer)
-        most = self._world.config.rows_per_dispatch
-        if layer is None:
-            problem = f"no experts for this layer; layers here: {sorted(self._layers)}"
-        elif item.rows.dim() != 2 or item.rows.shape[1] != layer.hidden_size:
-            problem = f"rows {tuple(item.rows.shape)} are not [m, {layer.hidden_size}]"
-        elif item.rows.dtype != layer.dtype:
-            problem = f"rows are {item.rows.dtype}, the experts {layer.dtype}"
-        elif len(item.counts) != layer.num_experts:
-            problem = f"{len(item.counts)} counts for {layer.num_experts} experts"
-        elif item.tokens is not None and item.tokens > most:
+        config, problem = self._world.config, misfit(item, self._layers)
+        most = config.rows_per_dispatch
+        if problem is None and item.tokens is not None and item.tokens > most:
             problem = (
                 f"{item.tokens} tokens are more than {most} "
-                f"(max_tokens={self._world.config.max_tokens} over "
-                f"tp_size={self._world.config.tp_size})"
+                f"(max_tokens={config.max_tokens} over tp_size={config.tp_size})"
             )
-        else:
-            return
-        raise ConnectorError(
-            f"wrong work item: {problem}",
-            layer=item.layer,
-            stage=item.stage,
-            remedy="check that both sides run the same model, or raise max_tokens on all ranks",
-        )
+        if problem is not None:
+            raise wrong_item(
+                item,
+                problem,
+                "check that both sides run the same model, or raise max_tokens on all ranks",
+            )
 
     def _free_slot(self) -> _Slot:
         """The slot of the next item: they are used in turn, as the FFN ranks do."""
@@ -446,10 +429,7 @@ class TorchDistributedConnector(Connector):
                 self._watch.fail(f"an abandoned item was not answered within {limit:g} s")
         self._check_usable(None, None)
         if slot.flight is not None:
-            raise ConnectorError(
-                f"send without a credit: {self.credits} items are un-received",
-                remedy="receive and release an answer first",
-            )
+            raise no_credit(self.credits)
         return slot
 
     def _free(self, flight: _Flight) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from afd_graph.connectors.base import WorkItem
+from afd_graph.connectors.refusals import is_known, misfit, wrong_item
 from afd_graph.errors import ConnectorError
 from afd_graph.exact_ops import EXACT  # Registers all operators that the programs call.
 from afd_graph.ffn.grouped_mm import grouped_mm_into
@@ -71,15 +72,8 @@ class FFNExecutor:
             ConnectorError: the layer has other experts, or a graph does not fit its weights.
             ExactError: the experts are exact ones, and a kernel here cannot hold it.
         """
-        known = self._programs.get(program.layer)
-        if known is not None:
-            if known is program or (known.key and known.key == program.key):
-                return False
-            raise ConnectorError(
-                f"the layer already has other experts (key {known.key!r}, now {program.key!r})",
-                layer=program.layer,
-                remedy="use one backend per model",
-            )
+        if is_known(program, self._programs.get(program.layer)):
+            return False
         self._routed[program.layer] = _compile(program, program.routed, inputs=2)
         if program.shared is not None:
             self._shared[program.layer] = _compile(program, program.shared, inputs=1)
@@ -134,27 +128,16 @@ class FFNExecutor:
         return rows, shared
 
     def _checked(self, item: WorkItem) -> FFNProgram:
-        program = self._programs.get(item.layer)
-        problem = None
-        if program is None:
-            problem = f"no experts for this layer; layers here: {sorted(self._programs)}"
-        elif item.rows.dim() != 2 or item.rows.shape[1] != program.hidden_size:
-            problem = f"rows {tuple(item.rows.shape)} are not [m, {program.hidden_size}]"
-        elif item.rows.dtype != program.dtype:
-            problem = f"rows are {item.rows.dtype}, the experts {program.dtype}"
-        elif len(item.counts) != program.num_experts:
-            problem = f"{len(item.counts)} counts for {program.num_experts} experts"
-        elif sum(item.counts) != item.rows.shape[0] or min(item.counts) < 0:
+        problem = misfit(item, self._programs)
+        if problem is not None:
+            raise wrong_item(item, problem)
+        program = self._programs[item.layer]
+        if sum(item.counts) != item.rows.shape[0] or min(item.counts) < 0:
             problem = f"counts sum to {sum(item.counts)} for {item.rows.shape[0]} rows"
         elif item.shared_rows is not None and program.shared is None:
             problem = "shared rows for a layer whose shared experts are not on this side"
-        if problem is not None or program is None:
-            raise ConnectorError(
-                f"wrong work item: {problem}",
-                layer=item.layer,
-                stage=item.stage,
-                remedy="check that both sides run the same model and version",
-            )
+        if problem is not None:
+            raise wrong_item(item, problem)
         return program
 
 

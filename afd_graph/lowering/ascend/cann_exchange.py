@@ -26,7 +26,13 @@ from torch import fx
 
 from afd_graph import _compat
 from afd_graph.connectors.cam_group import CamGroup
-from afd_graph.lowering.ascend.exchange import Crossing, Rewriter, Rows
+from afd_graph.lowering.ascend.exchange import (
+    Crossing,
+    Rewriter,
+    Rows,
+    dispatch_operands,
+    receive_operands,
+)
 from afd_graph.passes.token_flow import DISPATCH
 
 aten = torch.ops.aten
@@ -92,11 +98,7 @@ class CannRewriter(Rewriter):
         return super().run()
 
     def _dispatch(self, node: fx.Node) -> None:
-        hidden, ids, layer, stage = node.args[:4]
-        assert isinstance(hidden, fx.Node)
-        assert isinstance(ids, fx.Node)
-        assert isinstance(layer, int)
-        assert isinstance(stage, int)
+        hidden, ids, layer, stage = dispatch_operands(node)
         value = hidden.meta["val"]
         self._check(node, value, layer, stage)
         sizes = self._sizes(value, ids, layer)
@@ -132,12 +134,7 @@ class CannRewriter(Rewriter):
         self.crossings.append(Crossing(new, "dispatch", layer, stage))
 
     def _receive(self, node: fx.Node) -> fx.Node:
-        handle, hidden, weights, layer, stage = node.args[:5]
-        assert isinstance(handle, fx.Node)
-        assert isinstance(hidden, fx.Node)
-        assert isinstance(weights, fx.Node)
-        assert isinstance(layer, int)
-        assert isinstance(stage, int)
+        handle, hidden, weights, layer, stage = receive_operands(node)
         sent, value = self.sent[handle], hidden.meta["val"]
         sizes = self._sizes(value, weights, layer)
         weights = self._cast(weights, torch.float32)

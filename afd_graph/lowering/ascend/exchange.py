@@ -84,6 +84,27 @@ class Rows:
     tokens: fx.Node | int | None
 
 
+def dispatch_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int, int]:
+    """Hidden states, expert ids, layer and stage of a dispatch."""
+    hidden, ids, layer, stage = node.args[:4]
+    assert isinstance(hidden, fx.Node)
+    assert isinstance(ids, fx.Node)
+    assert isinstance(layer, int)
+    assert isinstance(stage, int)
+    return hidden, ids, layer, stage
+
+
+def receive_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, int, int]:
+    """Handle, hidden states, weights, layer and stage of a receive."""
+    handle, hidden, weights, layer, stage = node.args[:5]
+    assert isinstance(handle, fx.Node)
+    assert isinstance(hidden, fx.Node)
+    assert isinstance(weights, fx.Node)
+    assert isinstance(layer, int)
+    assert isinstance(stage, int)
+    return handle, hidden, weights, layer, stage
+
+
 class Rewriter:
     """Puts the operators of a CAM package into a graph."""
 
@@ -112,11 +133,7 @@ class Rewriter:
         return self.crossings
 
     def _dispatch(self, node: fx.Node) -> None:
-        hidden, ids, layer, stage = node.args[:4]
-        assert isinstance(hidden, fx.Node)
-        assert isinstance(ids, fx.Node)
-        assert isinstance(layer, int)
-        assert isinstance(stage, int)
+        hidden, ids, layer, stage = dispatch_operands(node)
         value = hidden.meta["val"]
         self._check(node, value, layer, stage)
         tokens, rows = self._row_count(hidden)
@@ -152,13 +169,8 @@ class Rewriter:
         self.group.check_rows(value.shape[0], layer=layer, stage=stage)
 
     def _receive(self, node: fx.Node) -> fx.Node:
-        handle, hidden, weights, layer, stage = node.args[:5]
-        assert isinstance(handle, fx.Node)
-        assert isinstance(hidden, fx.Node)
-        assert isinstance(layer, int)
-        assert isinstance(stage, int)
+        handle, hidden, weights, layer, stage = receive_operands(node)
         sent, value = self.sent[handle], hidden.meta["val"]
-        assert isinstance(weights, fx.Node)
         sizes = self._sizes(value, weights, layer)
         weights = self._cast(weights, torch.float32)
         if sent.tokens is not None:
