@@ -66,7 +66,7 @@ class CompiledGraph:
                 if self._channel.layout_log:
                     self._describe_stages()
                 outputs = self._split([*inputs, *chosen])
-                step = StepTaken(policy=self._chooser.policy)
+                step = StepTaken(self._chooser.policy, mid_request=self._chooser.cuts_request)
         except BaseException as error:
             failure = self._channel.connector.failure_behind(error)
             self._channel.abandon()

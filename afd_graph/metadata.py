@@ -119,6 +119,8 @@ _DERIVATIONS: Mapping[str, Callable[[Any, _Cut], Any]] = MappingProxyType(
         "seq_lens": _seq_lens,
         "seq_lens_cpu": _seq_lens,
         "_seq_lens_cpu": _seq_lens,
+        # What is cut off a request's tail is known exactly, so the bound stays one.
+        "seq_lens_cpu_upper_bound": _seq_lens,
         "num_computed_tokens_cpu": _num_computed_tokens,
         "_num_computed_tokens_cpu": _num_computed_tokens,
         "num_reqs": lambda value, cut: cut.requests.stop - cut.requests.start,
@@ -137,7 +139,6 @@ _PER_REQUEST_FIELDS = (
     "encoder_seq_lens",
     "encoder_seq_lens_cpu",
     "is_prefilling",
-    "seq_lens_cpu_upper_bound",
     "dcp_local_seq_lens",
     "dcp_local_seq_lens_cpu",
     "rswa_prefix_lens",

@@ -56,6 +56,7 @@ class PagedStepChooser:
     Attributes:
         policy: the policy that made the last cut.
         last_plan: the plan of the last split step.
+        cuts_request: whether that cut went through a request.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PagedStepChooser:
         self._plan = plan
         self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
+        self.cuts_request = False
         self._fits = fits
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
@@ -99,7 +101,7 @@ class PagedStepChooser:
         if isinstance(plan, str):
             return plan
         plan.check_parent(self._rows(args))
-        self.last_plan, self.policy = plan, plan.policy
+        self.last_plan, self.policy, self.cuts_request = plan, plan.policy, plan.cuts_request
         log.debug(
             "step of %s: %s, stages %s",
             step.counts,

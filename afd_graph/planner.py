@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
 
@@ -121,6 +121,14 @@ class StagePlan:
     def num_tokens(self) -> int:
         """Real tokens of the step."""
         return self.stages[-1].token_slice.stop
+
+    @property
+    def cuts_request(self) -> bool:
+        """Whether some request has tokens in more than one stage."""
+        return any(
+            after.request_slice.start < before.request_slice.stop
+            for before, after in pairwise(self.stages)
+        )
 
     def check_parent(self, parent_tokens: int) -> None:
         """Refuse a parent batch with fewer physical rows than the plan has real tokens.

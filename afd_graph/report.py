@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from afd_graph.tracing import Trace
 
 
+GATE_IN_GRAPH = "attention side, from the graph"
+"""Gate and top-k are operators of the captured graph."""
+
+GATE_OPENED = "attention side, opened from the opaque operator"
+"""The captured graph hid gate and top-k in one operator with the experts, which was opened."""
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One MoE layer, as matched.
@@ -23,6 +30,7 @@ class LayerReport:
         experts: routed experts.
         top_k: choices per token.
         shared: shared experts, counted in widths of a routed one.
+        gate: where gate and top-k run, and where they were found.
     """
 
     index: int
@@ -30,6 +38,7 @@ class LayerReport:
     experts: int
     top_k: int
     shared: int
+    gate: str = GATE_IN_GRAPH
 
 
 @dataclass
@@ -78,10 +87,12 @@ class StepTaken:
     Attributes:
         policy: the policy that made the cut; None when the step ran unsplit.
         reason: why it ran unsplit; None when it ran in two stages.
+        mid_request: whether the cut went through a request.
     """
 
     policy: str | None
     reason: str | None = None
+    mid_request: bool = False
 
     @property
     def split(self) -> bool:
@@ -96,6 +107,7 @@ class Report:
     Attributes:
         layers: MoE layers.
         steps_split: steps that ran in two stages.
+        steps_mid_request: those of them whose cut went through a request.
         steps_unsplit: steps that ran as one, by reason.
         pass_seconds: seconds per pass, over all graphs.
         nodes_before: nodes of all captured ATen graphs.
@@ -110,6 +122,7 @@ class Report:
 
     layers: list[LayerReport] = field(default_factory=list)
     steps_split: int = 0
+    steps_mid_request: int = 0
     steps_unsplit: Counter[str] = field(default_factory=Counter)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     nodes_before: int = 0
@@ -162,6 +175,7 @@ class Report:
         """Count one step and tell who observes."""
         if step.reason is None:
             self.steps_split += 1
+            self.steps_mid_request += step.mid_request
         else:
             self.steps_unsplit[step.reason] += 1
         for observer in self.observers:
@@ -176,11 +190,12 @@ class Report:
                 for x in self.layers
             ]
             lines += _table(rows)
+            lines += [f"gate and top-k: {text}" for text in self._gates()]
         else:
             lines.append("no MoE layer was matched: the graphs run as they were captured")
         lines.append(f"order: {self.order} ({self.credits} credits)")
         lines.append(f"nodes: {self.nodes_before} captured, {self.nodes_after} emitted")
-        lines.append(f"steps split: {self.steps_split}")
+        lines.append(f"steps split: {self.steps_split} ({self.steps_mid_request} inside a request)")
         for reason, count in sorted(self.steps_unsplit.items()):
             lines.append(f"steps unsplit: {count} ({reason})")
         for graph in self.graphs:
@@ -192,6 +207,14 @@ class Report:
                 [("pass", "seconds"), *((n, f"{s:.4f}") for n, s in self.pass_seconds.items())]
             )
         return "\n".join(lines)
+
+    def _gates(self) -> list[str]:
+        layers: dict[str, list[str]] = {}
+        for layer in self.layers:
+            layers.setdefault(layer.gate, []).append(str(layer.index))
+        if len(layers) == 1:
+            return list(layers)
+        return [f"{gate} (layers {', '.join(indices)})" for gate, indices in layers.items()]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -117,6 +117,7 @@ class StepChooser:
             on this axis: between requests of equal length there is no other cut than ``request``,
             through all of them none but ``token``.
         last_plan: the plan of the last split step; kept only for the layout log.
+        cuts_request: whether a cut goes through requests: through all, or none in ``batch`` mode.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class StepChooser:
         self._decided: dict[tuple[int, int], tuple[int | str, str]] = {}
         self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
+        self.cuts_request = sizes.mode != "batch"
         self._equal = sizes.equal
         self._masks = [(position, evaluator(offset)) for position, offset in sizes.masks]
 

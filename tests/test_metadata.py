@@ -62,6 +62,7 @@ def step(counts, cached, padding=0):
         "query_start_loc_cpu": list(starts),
         "seq_lens": seq_lens,
         "seq_lens_cpu": list(seq_lens),
+        "seq_lens_cpu_upper_bound": [length + 2 for length in seq_lens],
         "num_computed_tokens_cpu": list(cached),
         "num_reqs": len(counts),
         "num_actual_tokens": starts[-1],
@@ -130,6 +131,7 @@ def test_context_law(data):
             high = min(stop, stage.token_slice.stop)
             assert metadata.query_lens[row] == high - low
             assert metadata.seq_lens[row] == cached[request] + high - start
+            assert metadata.seq_lens_cpu_upper_bound[row] == metadata.seq_lens[row] + 2
             assert metadata.context_lens[row] == cached[request] + low - start
             assert metadata.num_computed_tokens_cpu[row] == metadata.context_lens[row]
             # Each token sits at its place in the request, and is written where it belongs.

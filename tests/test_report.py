@@ -31,8 +31,9 @@ def test_fields():
     assert [(x.index, x.name, x.experts, x.top_k, x.shared) for x in report.layers] == [
         (i, f"blocks.{i}.moe", 6, 2, 2) for i in range(3)
     ]
-    assert report.steps_split == 2
+    assert report.steps_split == report.steps_mid_request == 2
     assert dict(report.steps_unsplit) == {"single_token": 1}
+    assert Report.from_dict(report.as_dict()) == report
     assert (report.credits, report.order) == (1, "receive-first")
     assert len(report.graphs) == 2
     assert [graph.mode for graph in report.graphs] == ["sequence", None]
@@ -55,10 +56,11 @@ def test_prints_as_a_table():
     assert lines[1].split() == ["index", "layer", "experts", "top-k", "shared"]
     assert lines[2].split() == ["0", "blocks.0.moe", "6", "2", "1"]
     assert lines[3].split() == ["1", "blocks.1.moe", "6", "2", "1"]
+    assert lines[4] == "gate and top-k: attention side, from the graph"
     # Columns are aligned.
     assert lines[1].index("experts") == lines[2].index("6") == lines[3].index("6")
     assert "order: send-first (2 credits)" in lines
-    assert "steps split: 1" in lines
+    assert "steps split: 1 (1 inside a request)" in lines
     assert any(line.split()[:1] == ["token_flow"] for line in lines)
 
 
@@ -109,3 +111,11 @@ def test_one_token_has_one_reason_whatever_the_policy(policy):
         report = backend.report()
     expected = {"single_token": 1} | ({"single_request": 1} if policy == "request" else {})
     assert dict(report.steps_unsplit) == expected
+
+
+@pytest.mark.parametrize(("policy", "inside"), [("token", 1), ("request", 0)])
+def test_counts_cuts_inside_a_request(policy, inside):
+    with AFDBackend(AFDConfig(split=policy)) as backend, torch.no_grad():
+        torch.compile(PlainModel(), backend=backend, dynamic=True)(IDS)
+        report = backend.report()
+    assert (report.steps_split, report.steps_mid_request) == (1, inside)

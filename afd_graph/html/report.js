@@ -41,7 +41,7 @@ function showRun() {
     const unsplit = Object.entries(report.steps_unsplit);
     figures.push(["MoE layers", report.layers.length], ["graphs", report.graphs.length]);
     figures.push(["order", report.order + " (" + report.credits + " credits)"]);
-    figures.push(["steps in two stages", report.steps_split]);
+    figures.push(["steps in two stages", report.steps_split], ["of them cut inside a request", report.steps_mid_request]);
     figures.push(["steps unsplit", unsplit.length ? unsplit.map(([why, n]) => n + " " + why).join(", ") : 0]);
     figures.push(["nodes captured / emitted", report.nodes_before + " / " + report.nodes_after]);
   }
@@ -293,8 +293,8 @@ function showModel() {
     layers.append(element("p", {}, "No report in these files."));
   } else {
     const made = element("table");
-    table(made, [["index", 1], ["layer", 0], ["experts", 1], ["top-k", 1], ["shared", 1]],
-      report.layers.map((l) => [l.index, l.name ?? "?", l.experts, l.top_k, l.shared]));
+    table(made, [["index", 1], ["layer", 0], ["experts", 1], ["top-k", 1], ["shared", 1], ["gate and top-k", 0]],
+      report.layers.map((l) => [l.index, l.name ?? "?", l.experts, l.top_k, l.shared, l.gate]));
     layers.append(made);
     for (const [i, graph] of report.graphs.entries()) {
       const how = graph.mode ? "two stages (" + graph.mode + ")" : "unsplit: " + graph.unsplit_reason;

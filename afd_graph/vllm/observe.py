@@ -63,7 +63,7 @@ class IntervalLog:
         self._interval_s = vllm.envs.VLLM_LOG_STATS_INTERVAL
         self._next = time.monotonic() + self._interval_s
 
-    def step(self, report: Report, mid_request: int) -> None:
+    def step(self, report: Report) -> None:
         """Note that a step ran."""
         now = time.monotonic()
         if now < self._next:
@@ -73,7 +73,7 @@ class IntervalLog:
         log.info(
             "AFD steps so far: %d split (%d inside a request), unsplit: %s",
             report.steps_split,
-            mid_request,
+            report.steps_mid_request,
             unsplit or "none",
         )
 
@@ -88,10 +88,11 @@ def summary(programs: Programs) -> str:
     found = programs.report
     layers = f"{len(found.layers)} MoE layers" if found.layers else "no MoE layer"
     how = "two stages" if programs.split is not None else f"unsplit ({found.unsplit_reason})"
+    gates = " and ".join(dict.fromkeys(source.gate for source in programs.experts))
     seconds = sum(found.pass_seconds.values())
     return (
         f"{layers}, {how}, {found.nodes_before} nodes captured, {found.nodes_after} emitted, "
-        f"passes {seconds:.2f} s"
+        f"passes {seconds:.2f} s" + (f", gate and top-k: {gates}" if gates else "")
     )
 
 

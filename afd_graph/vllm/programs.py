@@ -21,7 +21,7 @@ from afd_graph.config import AFDConfig
 from afd_graph.errors import UnsupportedError
 from afd_graph.passes.schedule import schedule
 from afd_graph.passes.verify import verify
-from afd_graph.report import GraphReport
+from afd_graph.report import GATE_IN_GRAPH, GATE_OPENED, GraphReport
 from afd_graph.vllm.in_place import hidden_needs
 from afd_graph.vllm.insert import insert_dispatch
 from afd_graph.vllm.match import InlineLayer, OpaqueLayer, match_layers
@@ -54,6 +54,11 @@ class ExpertSource:
     activation: str = ""
     isa: str = ""
     top_k: int = 0
+
+    @property
+    def gate(self) -> str:
+        """Where gate and top-k run, and where they were found, for the report."""
+        return GATE_IN_GRAPH if self.inputs else GATE_OPENED
 
 
 @dataclass

@@ -181,7 +181,6 @@ def _cut(step: Any, stage: Stage, lengths: list[int]) -> Any:
         for entry in dataclasses.fields(step)
         if entry.name not in _CACHES
     }
-    bounds = given.pop("seq_lens_cpu_upper_bound", None)
     # Requests that only pad the batch have no tokens.
     padding = [0] * (len(step.seq_lens) - len(lengths))
     parent = AttentionMetadata(
@@ -190,8 +189,5 @@ def _cut(step: Any, stage: Stage, lengths: list[int]) -> Any:
         seq_lens_cpu=[*lengths, *padding],
     )
     mine = parent.for_stage(stage).as_dict()
-    exact = mine.pop("seq_lens_cpu")
-    if bounds is not None:
-        # The bound of a request that goes on in the next stage ends with this stage.
-        mine["seq_lens_cpu_upper_bound"] = bounds.new_tensor(exact)
+    del mine["seq_lens_cpu"]
     return type(step)(**mine)

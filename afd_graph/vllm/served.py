@@ -17,7 +17,7 @@ import afd_graph.ops  # noqa: F401  (registers the operators of the programs)
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
 from afd_graph.errors import AFDError, ConfigError
-from afd_graph.report import LayerReport, Report
+from afd_graph.report import LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel
 from afd_graph.vllm.ascend import refuse_if_ascend
 from afd_graph.vllm.experts import expert_program, load_kernels
@@ -73,7 +73,6 @@ class ServedModel:
 
     Attributes:
         report: what was compiled and what ran, as for any model of this package.
-        mid_request: split steps whose cut goes through a request.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class ServedModel:
             split = None if programs.split is None else programs.split.forward
         self._unsplit, self._split = unsplit, split
         self._bound = False
-        self.mid_request = 0
         self._log = IntervalLog()
         order = "receive-first" if ffn.channel.credits == 1 else "send-first"
         found = programs.report
@@ -128,16 +126,17 @@ class ServedModel:
         except BaseException:
             self._channel.abandon()
             raise
-        self.report.steps_split += 1
-        self.mid_request += plan.stages[1].request_slice.start < first.request_slice.stop
-        self._log.step(self.report, self.mid_request)
+        self._count(StepTaken(plan.policy, mid_request=plan.cuts_request))
         return outputs
 
     def _note_unsplit(self, reason: str) -> None:
         if reason not in self.report.steps_unsplit and reason not in ("profile_run", "dummy_run"):
             log.warning("AFD: a step runs unsplit, reason %s (counted from now on)", reason)
-        self.report.steps_unsplit[reason] += 1
-        self._log.step(self.report, self.mid_request)
+        self._count(StepTaken(policy=None, reason=reason))
+
+    def _count(self, step: StepTaken) -> None:
+        self.report.count(step)
+        self._log.step(self.report)
 
     def _bind(self, inputs: Sequence[Any]) -> None:
         """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
@@ -153,7 +152,9 @@ class ServedModel:
                 )
             )
             self._channel.num_experts[number] = w13.shape[0]
-            self.report.layers.append(LayerReport(number, source.name, w13.shape[0], top_k, shared))
+            self.report.layers.append(
+                LayerReport(number, source.name, w13.shape[0], top_k, shared, source.gate)
+            )
         self._bound = True
 
     @staticmethod

@@ -111,7 +111,7 @@ def _counters(models: list[Any]) -> Counter[str]:
     counters: Counter[str] = Counter()
     for model in models:
         counters["split"] += model.report.steps_split
-        counters["mid_request"] += model.mid_request
+        counters["mid_request"] += model.report.steps_mid_request
         counters.update(model.report.steps_unsplit)
     return counters
 

@@ -1,37 +1,54 @@
 """Real requests: greedy tokens equal Hugging Face's, whatever is split where.
 
-``AFD_VLLM_MATRIX=full`` runs all policies with 1 to 8 concurrent requests; without it a part.
+``AFD_VLLM_MATRIX=full`` runs all forms, each with every policy and 1 to 8 concurrent requests, and
+compares each with vLLM without the backend as well; without it a part. A form's totals are printed
+(``pytest -s``).
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from conftest import mixed_requests
+from conftest import PLAIN, mixed_requests
 
 POLICIES = ("none", "token", "request", "cost", "auto")
 FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
-FORMS = {
-    "v2-mla": ("deepseek_v2", {}, {}),
-    "v3-mla": ("deepseek_v3", {}, {}),
-    "v3-opaque": ("deepseek_v3", {}, {"AFD_TEST_OPAQUE": "1"}),
-    # MLA on CPU has neither prefix caching nor chunked prefill; plain attention has both.
-    "v2-mha-caching-chunked": (
-        "deepseek_v2",
-        {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "block_size": 32},
-        {"VLLM_MLA_DISABLE": "1"},
-    ),
-    "v3-mha-chunked": (
-        "deepseek_v3",
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 64, "block_size": 32},
-        {"VLLM_MLA_DISABLE": "1"},
-    ),
-}
+OPAQUE = {"AFD_TEST_OPAQUE": "1"}
+
+
+def _plain_attention(*, caching: bool, chunked: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    options = {
+        "enable_prefix_caching": caching,
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": 64 if chunked else 512,
+        "block_size": 32,
+    }
+    return options, {"VLLM_MLA_DISABLE": "1"}
+
+
+def _forms() -> dict[str, tuple[str, dict[str, Any], dict[str, str]]]:
+    """Model family, options of the engine and environment, by name."""
+    forms: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {}
+    for version in ("v2", "v3"):
+        family = f"deepseek_{version}"
+        forms[f"{version}-mla"] = (family, {}, {})
+        forms[f"{version}-opaque"] = (family, {}, OPAQUE)
+        # MLA on CPU has neither prefix caching nor chunked prefill; plain attention has both.
+        for caching in (True, False):
+            for chunked in (True, False):
+                name = f"{version}-mha" + "-caching" * caching + "-chunked" * chunked
+                forms[name] = (family, *_plain_attention(caching=caching, chunked=chunked))
+    return forms
+
+
+FORMS = _forms()
 if not FULL:
-    del FORMS["v3-mha-chunked"]
+    chosen = ("v2-mla", "v3-mla", "v3-opaque", "v2-mha-caching-chunked")
+    FORMS = {name: FORMS[name] for name in chosen}
 
 
 def _matrix() -> list[tuple[str, int]]:
@@ -58,20 +75,41 @@ def served(request: Any, engine: Any, checkpoint: Any) -> Any:
         }
         for policy, most in _matrix()
     ]
-    return family, engine.run(
-        checkpoint(family), workloads, engine=options, environment=environment
-    )
+    found = engine.run(checkpoint(family), workloads, engine=options, environment=environment)
+    total: Counter[str] = Counter()
+    for run in found["runs"].values():
+        total.update(run["counters"])
+    print(f"\n{request.param}: {len(workloads)} runs of {len(prompts)} requests, {dict(total)}")
+    return request.param, found
 
 
 def test_tokens_equal_hugging_face(served: Any, reference: Any) -> None:
-    family, results = served
-    expected = reference(family)
+    form, results = served
+    expected = reference(FORMS[form][0])
     wrong = {
         name: [i for i, row in enumerate(run["tokens"]) if row != expected[i]]
         for name, run in results["runs"].items()
         if run["tokens"] != expected
     }
     assert not wrong
+
+
+@pytest.mark.skipif(not FULL, reason="equality with Hugging Face implies it: AFD_VLLM_MATRIX=full")
+def test_tokens_equal_vllm_without_the_backend(served: Any, engine: Any, checkpoint: Any) -> None:
+    form, results = served
+    family, options, environment = FORMS[form]
+    prompts, lengths = mixed_requests()
+    plain = engine.run(
+        checkpoint(family),
+        [{"name": "plain", "prompts": prompts, "lengths": lengths}],
+        compilation=PLAIN,
+        engine=options,
+        environment=environment,
+    )
+    assert "AFD" not in plain["log"]
+    assert not plain["reports"]
+    for name, run in results["runs"].items():
+        assert run["tokens"] == plain["runs"]["plain"]["tokens"], name
 
 
 def test_steps_were_really_split(served: Any) -> None:
