@@ -137,6 +137,13 @@ class Report:
     trace: Callable[[], Trace] | None = field(default=None, repr=False, compare=False)
     dump_dir: str | None = field(default=None, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Goes to another process with the steps that were measured so far, and stands still there."""
+        state = {**self.__dict__, "observers": []}
+        if self.trace is not None:
+            state["trace"] = _Measured(self.trace())
+        return state
+
     def as_dict(self) -> dict[str, Any]:
         """What was compiled and counted, for JSON."""
         return {
@@ -215,6 +222,16 @@ class Report:
         if len(layers) == 1:
             return list(layers)
         return [f"{gate} (layers {', '.join(indices)})" for gate, indices in layers.items()]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A trace that nothing is added to."""
+
+    trace: Trace
+
+    def __call__(self) -> Trace:
+        return self.trace
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ import torch
 import afd_graph.ops  # noqa: F401  (registers the operators of the programs)
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
+from afd_graph.dump import write_dumped_trace, write_report
 from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel
+from afd_graph.tracing import Tracer
 from afd_graph.vllm.ascend import refuse_if_ascend
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
@@ -37,6 +40,7 @@ class FFNSide:
     def __init__(self, config: AFDConfig) -> None:
         from vllm.platforms import current_platform
 
+        self.config = config
         refuse_if_ascend(current_platform)
         if config.connector == "process" and not current_platform.is_cpu():
             raise ConfigError(
@@ -101,8 +105,11 @@ class ServedModel:
             nodes_before=found.nodes_before,
             nodes_after=found.nodes_after,
             pass_seconds=dict(found.pass_seconds),
+            dump_dir=ffn.config.dump_dir,
         )
-        self._finalizer = weakref.finalize(self, ffn.channel.close)
+        if ffn.config.trace:
+            self.report.trace = Tracer(ffn.channel, self.report).trace
+        self._finalizer = weakref.finalize(self, _close, ffn.channel, self.report)
         _models.add(self)
 
     def run(self, *inputs: Any) -> Any:
@@ -114,6 +121,7 @@ class ServedModel:
         plan = self._programs.report.unsplit_reason or step_plan(
             get_forward_context().attn_metadata
         )
+        self._channel.begin_step()
         try:
             if isinstance(plan, str):
                 outputs = self._unsplit(*inputs)
@@ -184,6 +192,15 @@ class ServedModel:
     def close(self) -> None:
         """Stop the FFN side; the weights come back to vLLM. Idempotent."""
         self._finalizer()
+
+
+def _close(channel: Channel, report: Report) -> None:
+    channel.close()
+    if report.dump_dir is not None:
+        Path(report.dump_dir).mkdir(parents=True, exist_ok=True)
+        write_report(report, report.dump_dir)
+        if report.trace is not None:
+            write_dumped_trace(report.trace(), report.dump_dir)
 
 
 def served_models() -> list[ServedModel]:
