@@ -30,12 +30,14 @@ class StageTimes:
         dispatch: rows on their way to the experts.
         experts: expert computation.
         combine: rows on their way back.
+        shared: of ``attention``, what an unsplit step computes while its rows are away.
     """
 
     attention: float
     dispatch: float
     experts: float
     combine: float
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class CostModel:
         experts_overhead: seconds of one expert call, whatever its size.
         dispatch: ``c``, seconds per token and layer to the experts.
         combine: ``d``, seconds per token and layer back.
+        latency: seconds on the way to the experts, whatever the number of rows.
+        shared: seconds per token and layer of shared experts on the attention rank, contained in
+            ``linear``; an unsplit step computes them while its rows are away.
+        shared_overhead: seconds of them whatever the number of tokens, contained in
+            ``attention_overhead``.
         num_layers: number of MoE layers.
         credits: un-received dispatches that the connector allows per attention rank.
 
@@ -71,6 +78,9 @@ class CostModel:
     experts_overhead: float = 0.0
     dispatch: float = 0.0
     combine: float = 0.0
+    latency: float = 0.0
+    shared: float = 0.0
+    shared_overhead: float = 0.0
     num_layers: int = 1
     credits: int = 1
 
@@ -83,6 +93,9 @@ class CostModel:
             "experts_overhead",
             "dispatch",
             "combine",
+            "latency",
+            "shared",
+            "shared_overhead",
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -135,14 +148,16 @@ class CostModel:
         """Times of a stage with ``work`` seconds of attention and ``tokens`` physical rows."""
         return StageTimes(
             attention=self.attention_overhead + work,
-            dispatch=self.dispatch * tokens,
+            dispatch=self.latency + self.dispatch * tokens,
             experts=self.experts_overhead + self.experts * tokens,
             combine=self.combine * tokens,
+            shared=self.shared_overhead + self.shared * tokens,
         )
 
     def unsplit_seconds(self, step: StageTimes) -> float:
         """Predicted seconds of all MoE layers without a split."""
-        return self.num_layers * (step.attention + step.dispatch + step.experts + step.combine)
+        away = step.dispatch + step.experts + step.combine
+        return self.num_layers * (step.attention - step.shared + max(step.shared, away))
 
     def pipeline_seconds(self, first: StageTimes, second: StageTimes) -> float:
         """Predicted seconds of all MoE layers with two stages, which may be unequal.

@@ -88,11 +88,13 @@ class StepTaken:
         policy: the policy that made the cut; None when the step ran unsplit.
         reason: why it ran unsplit; None when it ran in two stages.
         mid_request: whether the cut went through a request.
+        pairs: query-key pairs of each stage; empty where they are not known.
     """
 
     policy: str | None
     reason: str | None = None
     mid_request: bool = False
+    pairs: tuple[int, ...] = ()
 
     @property
     def split(self) -> bool:
@@ -138,7 +140,7 @@ class Report:
     dump_dir: str | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Goes to another process with the steps that were measured so far, and stands still there."""
+        """What goes to another process: the steps that were measured so far, and no observers."""
         state = {**self.__dict__, "observers": []}
         if self.trace is not None:
             state["trace"] = _Measured(self.trace())

@@ -14,7 +14,8 @@ The file::
 
     {"format": "afd-graph trace/1", "rank": 0, "credits": 2,
      "steps": [{"begin_ns": ..., "end_ns": ..., "policy": "token", "reason": null,
-                "events": [[kind, layer, stage, begin_ns, end_ns, rows, ffn_begin, ffn_end], ...]}]}
+                "events": [[kind, layer, stage, begin_ns, end_ns, rows, ffn_begin, ffn_end], ...],
+                "pairs": [query-key pairs of each stage, where known]}]}
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class TracedStep:
         policy: the policy that cut the step; None when it ran unsplit.
         reason: why it ran unsplit; None when it was cut.
         events: dispatches and receives in order; ``ffn_ns`` is on the experts' clock.
+        pairs: query-key pairs of each stage; empty where they are not known.
     """
 
     begin_ns: int
@@ -62,6 +64,7 @@ class TracedStep:
     policy: str | None
     reason: str | None
     events: tuple[Event, ...]
+    pairs: tuple[int, ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -152,6 +155,7 @@ class Trace:
                     [e.kind, e.layer, e.stage, e.begin_ns, e.end_ns, e.rows, *(e.ffn_ns or ())]
                     for e in step.events
                 ],
+                "pairs": step.pairs,
             }
             for step in self.steps
         ]
@@ -176,6 +180,7 @@ class Trace:
                     step["policy"],
                     step["reason"],
                     tuple(_event(values) for values in step["events"]),
+                    tuple(int(pairs) for pairs in step.get("pairs", ())),
                 )
                 for step in found["steps"]
             )
@@ -217,7 +222,7 @@ class Tracer:
         events = tuple(event for event in self._events if event.begin_ns >= began)
         self._events.clear()
         end = self._channel.now_ns()
-        self._steps.append(TracedStep(began, end, step.policy, step.reason, events))
+        self._steps.append(TracedStep(began, end, step.policy, step.reason, events, step.pairs))
 
     def trace(self) -> Trace:
         """What was recorded so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -72,6 +73,14 @@ class TestRecording:
         assert trace.timeline(1).ranks("ffn") == [0]
         assert trace.predicted(1).stages == [0, 1]
         assert Trace.read(tmp_path / "trace.rank0.json") == trace
+
+    def test_a_report_takes_its_trace_to_another_process(self):
+        with AFDBackend(AFDConfig(trace=True)) as backend, torch.no_grad():
+            torch.compile(PlainModel(layers=2), backend=backend)(IDS)
+            there = pickle.loads(pickle.dumps(backend.report()))
+            assert there == backend.report()
+            assert there.trace() == backend.trace()
+            assert there.observers == []
 
     def test_a_failed_step_leaves_nothing_in_the_next(self):
         with AFDBackend(AFDConfig(trace=True)) as backend, torch.no_grad():

@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "serve": "Run one rank of attention and FFN ranks over torch.distributed.",
     "doctor": "What is installed, which versions, and what works on this machine.",
     "report": "A run or a compile as a page, as pictures, as one Perfetto trace.",
+    "costs": "What the policies cost and auto reckon with, from a traced run.",
     "simulate": "Predict throughput, latency and the best division of a cluster.",
 }
 """Name of each command -> one line of help. The command is the attribute ``command`` of the module

@@ -27,7 +27,7 @@ from afd_graph.metadata import AttentionMetadata, FieldKind
 from afd_graph.planner import NoSplit, Stage
 from afd_graph.vllm.options import Options, options_of
 from afd_graph.vllm.stage_context import StagedMetadata, UnsplitMetadata
-from afd_graph.vllm.step_plan import plan_step
+from afd_graph.vllm.step_plan import plan_step, stage_pairs
 
 log = logging.getLogger("vllm.afd_graph")
 
@@ -94,9 +94,10 @@ def with_stages(original: Any) -> Any:
         if not _can_stage(self, kwargs, groups, built):
             return UnsplitMetadata(built, UNSUPPORTED_STEP), common
         plan = plan_step(self, scheduled, options.config)
+        pairs = stage_pairs(self, scheduled, plan) if options.config.trace else ()
         if isinstance(plan, NoSplit):
             log.debug("step unsplit, %s: %s", plan.reason, plan.detail)
-            return UnsplitMetadata(built, str(plan.reason)), common
+            return UnsplitMetadata(built, str(plan.reason), pairs), common
         log.debug("step split: %s", plan.stages)
         lengths = _sequence_lengths(self, scheduled)
         stages: list[dict[str, Any]] = []
@@ -105,7 +106,7 @@ def with_stages(original: Any) -> Any:
             for group, step in groups:
                 mine = _stage_group(group, self, number).build_metadata(_cut(step, stage, lengths))
                 stages[-1].update(dict.fromkeys(group.layer_names, mine))
-        return StagedMetadata(built, plan, stages), common
+        return StagedMetadata(built, plan, stages, pairs), common
 
     return build
 

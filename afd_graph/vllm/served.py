@@ -118,14 +118,14 @@ class ServedModel:
 
         if not self._bound:
             self._bind(inputs)
-        plan = self._programs.report.unsplit_reason or step_plan(
-            get_forward_context().attn_metadata
-        )
+        metadata = get_forward_context().attn_metadata
+        plan = self._programs.report.unsplit_reason or step_plan(metadata)
+        pairs = getattr(metadata, "pairs", ())
         self._channel.begin_step()
         try:
             if isinstance(plan, str):
                 outputs = self._unsplit(*inputs)
-                self._note_unsplit(plan)
+                self._note_unsplit(plan, pairs)
                 return outputs
             assert self._split is not None
             first = plan.stages[0]
@@ -134,13 +134,13 @@ class ServedModel:
         except BaseException:
             self._channel.abandon()
             raise
-        self._count(StepTaken(plan.policy, mid_request=plan.cuts_request))
+        self._count(StepTaken(plan.policy, mid_request=plan.cuts_request, pairs=pairs))
         return outputs
 
-    def _note_unsplit(self, reason: str) -> None:
+    def _note_unsplit(self, reason: str, pairs: tuple[int, ...]) -> None:
         if reason not in self.report.steps_unsplit and reason not in ("profile_run", "dummy_run"):
             log.warning("AFD: a step runs unsplit, reason %s (counted from now on)", reason)
-        self._count(StepTaken(policy=None, reason=reason))
+        self._count(StepTaken(policy=None, reason=reason, pairs=pairs))
 
     def _count(self, step: StepTaken) -> None:
         self.report.count(step)

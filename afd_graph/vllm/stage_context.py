@@ -26,13 +26,19 @@ class StagedMetadata(dict):
     Attributes:
         plan: where the step is cut.
         stages: metadata by layer name, one dictionary a stage.
+        pairs: query-key pairs of each stage; only while steps are traced.
     """
 
     def __init__(
-        self, whole: Mapping[str, Any], plan: StagePlan, stages: Sequence[Mapping[str, Any]]
+        self,
+        whole: Mapping[str, Any],
+        plan: StagePlan,
+        stages: Sequence[Mapping[str, Any]],
+        pairs: tuple[int, ...] = (),
     ) -> None:
         super().__init__(whole)
         self.plan = plan
+        self.pairs = pairs
         self.stages = [dict(stage) for stage in stages]
 
 
@@ -41,11 +47,13 @@ class UnsplitMetadata(dict):
 
     Attributes:
         reason: a reason that the report counts.
+        pairs: query-key pairs of the step; only while steps are traced.
     """
 
-    def __init__(self, whole: Mapping[str, Any], reason: str) -> None:
+    def __init__(self, whole: Mapping[str, Any], reason: str, pairs: tuple[int, ...] = ()) -> None:
         super().__init__(whole)
         self.reason = reason
+        self.pairs = pairs
 
 
 def step_plan(metadata: Any) -> StagePlan | str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ def plan_step(
         config: the split policy.
     """
     batch = runner.input_batch
-    counts = np.array([num_scheduled_tokens[i] for i in batch.req_ids], dtype=np.int64)
-    contexts = batch.num_computed_tokens_cpu[: len(counts)].astype(np.int64)
+    counts, contexts = _lengths(batch, num_scheduled_tokens)
     costs = config.costs
     if costs is not None:
         costs = dataclasses.replace(costs, context_lens=contexts.tolist())
@@ -42,6 +42,26 @@ def plan_step(
         costs=costs,
         hazards=Hazards(batch, counts, contexts),
     )
+
+
+def stage_pairs(
+    runner: Any, num_scheduled_tokens: Mapping[str, int], plan: StagePlan | NoSplit
+) -> tuple[int, ...]:
+    """Query-key pairs of each stage of a step, of the whole step where it is not cut."""
+    counts, contexts = _lengths(runner.input_batch, num_scheduled_tokens)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    cuts = [] if isinstance(plan, NoSplit) else [s.token_slice.start for s in plan.stages[1:]]
+    before = []
+    for token in (0, *cuts, starts[-1]):
+        tokens = np.clip(token - starts[:-1], 0, counts)
+        before.append(int((tokens * contexts + tokens * (tokens + 1) // 2).sum()))
+    return tuple(after - earlier for earlier, after in pairwise(before))
+
+
+def _lengths(batch: Any, num_scheduled_tokens: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Scheduled tokens of each request, and its tokens in the cache."""
+    counts = np.array([num_scheduled_tokens[i] for i in batch.req_ids], dtype=np.int64)
+    return counts, batch.num_computed_tokens_cpu[: len(counts)].astype(np.int64)
 
 
 class Hazards:

@@ -1,0 +1,77 @@
+"""What the two sides did in real steps: traced, written, and good enough to fit costs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from afd_graph.fit_costs import fit_costs
+from afd_graph.html import from_files, write_html
+from afd_graph.tracing import Trace
+from conftest import mixed_requests
+
+PROMPTS, LENGTHS = mixed_requests(12)
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def traced(engine: Any, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    dump = tmp_path_factory.mktemp("traced")
+    runs = [
+        {"name": split, "split": split, "prompts": PROMPTS, "lengths": LENGTHS}
+        for split in ("none", "token")
+    ]
+    found = engine.run(
+        checkpoint("deepseek_v2"),
+        runs,
+        afd={"trace": True, "dump_dir": str(dump)},
+        engine={"disable_log_stats": True},
+    )
+    (file,) = dump.glob("trace.rank*.json")
+    return {**found, "dump": dump, "trace": Trace.read(file)}
+
+
+def test_every_step_is_traced_with_its_stages(traced: Any) -> None:
+    steps = traced["trace"].steps
+    counted = traced["runs"]["token"]["counters"]["split"]
+    split = [step for step in steps if step.policy == "token"]
+    assert len(split) == counted > 10
+    for step in split:
+        assert len(step.events) == 2 * 2 * LAYERS
+        assert len(step.rows) == len(step.pairs) == 2
+        # Every token attends at least to itself.
+        assert all(pairs >= rows for pairs, rows in zip(step.pairs, step.rows, strict=True))
+    disabled = [step for step in steps if step.reason == "disabled"]
+    assert len(disabled) == sum(traced["runs"]["none"]["counters"].values())
+    assert all(len(step.pairs) == 1 for step in disabled)
+
+
+def test_pairs_are_those_of_the_prompts(traced: Any) -> None:
+    """The first step of a run prefills its first requests from nothing."""
+    first = next(step for step in traced["trace"].steps if step.policy == "token")
+    whole = next(step for step in traced["trace"].steps if step.reason == "disabled")
+    lengths = [len(prompt) for prompt in PROMPTS[:8]]
+    assert sum(first.rows) == sum(whole.rows) == sum(lengths)
+    assert sum(first.pairs) == sum(whole.pairs) == sum(n * (n + 1) // 2 for n in lengths)
+
+
+def test_both_sides_work_in_the_timeline(traced: Any) -> None:
+    trace = traced["trace"]
+    number = next(i for i, step in enumerate(trace.steps) if step.policy == "token")
+    timeline = trace.timeline(number)
+    assert len(timeline.lane("ffn")) == 2 * LAYERS
+    assert timeline.busy_s("attention") > 0
+    assert timeline.busy_s("ffn") > 0
+    assert trace.predicted(number).total_s > 0
+
+
+def test_files_make_a_page_and_costs(traced: Any, tmp_path: Any) -> None:
+    content = from_files([traced["dump"]])
+    assert content.report is not None
+    assert content.report.steps_split > 0
+    write_html(content, tmp_path / "run.html")
+    costs = fit_costs(content.traces).costs
+    assert costs.num_layers == LAYERS
+    assert costs.attention_overhead > 0
+    assert costs.experts > 0
