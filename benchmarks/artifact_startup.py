@@ -63,7 +63,7 @@ def main() -> int:
     from _models import deepseek_v2
 
     from afd_graph.artifact import save
-    from afd_graph.hf import PREFIX, ServingModule, find_checkpoint, serving_examples
+    from afd_graph.hf import PREFIX, ServingModule, open_checkpoint, serving_examples
 
     with tempfile.TemporaryDirectory() as folder:
         model = deepseek_v2(num_hidden_layers=given.layers)
@@ -74,7 +74,7 @@ def main() -> int:
             artifact,
             module,
             dict(serving_examples(module, None, ["prefill"])),
-            checkpoint=find_checkpoint(Path(folder), model),
+            checkpoint=open_checkpoint(folder, model=model),
             prefix=PREFIX,
         )
         here = str(Path(__file__).parent)

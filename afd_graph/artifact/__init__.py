@@ -5,8 +5,9 @@ from afd_graph.artifact.load import load, read_manifest
 from afd_graph.artifact.manifest import Manifest
 from afd_graph.artifact.model import LoadedExperts, LoadedModel, LoadedProgram
 from afd_graph.artifact.operators import allow_operators
-from afd_graph.artifact.write import Checkpoint, save
+from afd_graph.artifact.write import save
 from afd_graph.capture import Example
+from afd_graph.checkpoint import Checkpoint
 
 __all__ = [
     "ArtifactError",

@@ -1,11 +1,7 @@
 """Weights by reference: which tensor of which safetensors file each parameter is, and its hash.
 
 An artifact duplicates no weight. It names files and tensors, and how a parameter is put together
-where the file holds it in pieces, as published checkpoints do with the experts::
-
-    {"file": 0, "name": "model.norm.weight"}
-    {"stack": [{...}, {...}]}                   one tensor an expert
-    {"concat": [{...}, {...}], "dim": 1}        gate and up projection in one
+where the file holds it in pieces (:mod:`afd_graph.checkpoint`).
 
 Files are mapped; what does not lie as PyTorch's own memory does is copied, so that a model
 computes the same bits wherever its weights come from. Every tensor that is read is compared with
@@ -16,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from afd_graph.artifact.errors import ArtifactError
+from afd_graph.checkpoint import Recipe, make, open_safetensors, pieces
 from afd_graph.errors import ConfigError
 from afd_graph.stored_graph import constant, constant_name
 
@@ -31,8 +29,6 @@ MAX_DEPTH = 4
 _ALIGNMENT = 64
 OWN = "own"
 """Folder of a weights file that was written with the artifact and moves with it."""
-
-Recipe = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,6 @@ class Weight:
     dtype: torch.dtype
     shape: tuple[int, ...]
     recipe: Recipe
-
-
-def pieces(recipe: Recipe) -> Iterator[tuple[int, str]]:
-    """File number and name of each tensor that a recipe reads."""
-    if "name" in recipe:
-        yield recipe["file"], recipe["name"]
-    for part in recipe.get("stack") or recipe.get("concat") or ():
-        yield from pieces(part)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -114,7 +102,7 @@ class WeightReader:
         weight = self._weights.get(name)
         if weight is None:
             raise self._unknown(name)
-        found = self._read(weight.recipe, name, rows)
+        found = make(weight.recipe, partial(self._piece, name), rows)
         shape = weight.shape
         if rows is not None:
             shape = (rows[1] - rows[0], *shape[1:])
@@ -141,19 +129,8 @@ class WeightReader:
             remedy="it is damaged, or of another model; compile it again",
         )
 
-    def _read(self, recipe: Recipe, name: str, rows: tuple[int, int] | None) -> torch.Tensor:
-        if "name" in recipe:
-            return self._piece(recipe["file"], recipe["name"], name, rows)
-        if "stack" in recipe:
-            parts = recipe["stack"] if rows is None else recipe["stack"][slice(*rows)]
-            return torch.stack([self._read(part, name, None) for part in parts])
-        dim = recipe["dim"]
-        if rows is not None and dim == 0:
-            return torch.cat([self._read(p, name, None) for p in recipe["concat"]])[slice(*rows)]
-        return torch.cat([self._read(part, name, rows) for part in recipe["concat"]], dim)
-
     def _piece(
-        self, position: int, tensor: str, name: str, rows: tuple[int, int] | None
+        self, name: str, position: int, tensor: str, rows: tuple[int, int] | None
     ) -> torch.Tensor:
         file = self._files[position]
         opened, path = self._opened(position)
@@ -177,7 +154,10 @@ class WeightReader:
     def _opened(self, position: int) -> tuple[Any, Path]:
         if position not in self._open:
             path = self._find(self._files[position])
-            self._open[position] = open_safetensors(path), path
+            try:
+                self._open[position] = open_safetensors(path), path
+            except ConfigError as error:
+                raise ArtifactError(error.what, remedy=error.remedy) from error
         return self._open[position]
 
     def _find(self, file: WeightFile) -> Path:
@@ -198,29 +178,6 @@ class WeightReader:
             remedy="put it beside the artifact, or say where it is: load(..., weights=FOLDER), "
             "--weights FOLDER",
         )
-
-
-def open_safetensors(path: Path) -> Any:
-    """Map a safetensors file.
-
-    Raises:
-        ArtifactError: it is none.
-        ConfigError: the library is not installed.
-    """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError(
-            "weights are read with safetensors, which is not installed",
-            remedy="pip install 'afd-graph[artifact]'",
-        ) from error
-    try:
-        return safe_open(str(path), framework="pt")
-    except Exception as error:  # the library has its own exception, and raises OSError as well
-        raise ArtifactError(
-            f"{path} is no safetensors file: {error}",
-            remedy="it is truncated or something else; get the checkpoint again",
-        ) from error
 
 
 def weights_to_json(files: Sequence[WeightFile], weights: Mapping[str, Weight]) -> dict[str, Any]:

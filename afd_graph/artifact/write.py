@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from afd_graph.artifact.program import StoredProgram, program_to_json, stored_pr
 from afd_graph.artifact.store import check_target, weights_name, write_store
 from afd_graph.artifact.weights import (
     OWN,
-    Recipe,
     Weight,
     WeightFile,
     digest,
@@ -35,6 +33,7 @@ from afd_graph.artifact.weights import (
     weights_to_json,
 )
 from afd_graph.capture import CONSTANT, WEIGHT, Example, LayerNumbers, capture, run_passes
+from afd_graph.checkpoint import Checkpoint
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
 from afd_graph.errors import ConfigError, UnsupportedError
@@ -46,21 +45,6 @@ Progress = Callable[[str], None]
 EXPERTS = "ffn/experts.json"
 WEIGHTS = "weights.json"
 CONSTANTS = "constants.safetensors"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Safetensors files that hold the weights of a model.
-
-    Attributes:
-        folder: where they are.
-        files: their names.
-        recipes: how each parameter is made of their tensors; names files by position.
-    """
-
-    folder: Path
-    files: tuple[str, ...]
-    recipes: Mapping[str, Recipe]
 
 
 def save(

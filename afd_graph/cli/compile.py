@@ -74,8 +74,10 @@ def command(
     described = hf.load_config(model)
     empty, mode = hf.empty_model(described, parse_dtype(dtype))
     folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    checkpoint = hf.find_checkpoint(folder, empty) if Path(model).exists() else None
-    if checkpoint is None:
+    checkpoint = None
+    if Path(model).exists() and any(folder.glob("*.safetensors")):
+        checkpoint = hf.open_checkpoint(folder, model=empty)
+    else:
         note("no safetensors here: whoever loads the artifact must name the weights")
     module = hf.ServingModule(empty)
     manifest = save(

@@ -33,7 +33,6 @@ _STATE_S = 1.0  # how often the state on a terminal is renewed
 )
 @click.option(
     "--model",
-    "path",
     type=click.Path(exists=True, file_okay=False),
     help="Checkpoint directory: config.json, safetensors, tokenizer.",
 )
@@ -112,7 +111,7 @@ _STATE_S = 1.0  # how often the state on a terminal is renewed
     "--batch", type=click.IntRange(1), default=8, show_default=True, help="Prompts a step."
 )
 @click.pass_context
-def command(ctx: click.Context, role: str, path: str | None, **options: Any) -> None:
+def command(ctx: click.Context, role: str, **options: Any) -> None:
     """Run one rank: torchrun --nproc-per-node N -m afd_graph.cli serve ...
 
     The same command on every rank. The last --ffn-ranks ranks are FFN ranks: each loads its
@@ -120,11 +119,11 @@ def command(ctx: click.Context, role: str, path: str | None, **options: Any) -> 
     its state as JSON. The others are attention ranks in replicas of --tp: each replica completes
     its share of the prompts, and rank 0 writes the results.
     """
-    if path is None and options["artifact"] is None:
+    if options["model"] is None and options["artifact"] is None:
         raise click.UsageError("name a --model or an --artifact")
     with Signals() as signals:
         try:
-            _run(role, path, options, signals)
+            _run(role, options, signals)
         except (Told, Exception) as error:
             if signals.name is not None:
                 note(f"afd-graph: told to stop by {signals.name}")
@@ -138,11 +137,10 @@ def command(ctx: click.Context, role: str, path: str | None, **options: Any) -> 
         end(ctx, 0)
 
 
-def _run(role: str, path: str | None, options: dict[str, Any], signals: Signals) -> None:
+def _run(role: str, options: dict[str, Any], signals: Signals) -> None:
     import torch
 
     from afd_graph.connectors.torch_distributed_world import World, WorldConfig
-    from afd_graph.ffn.checkpoint import Checkpoint, fingerprint
 
     torch.set_num_threads(options["threads"])
     world = World(
@@ -165,14 +163,16 @@ def _run(role: str, path: str | None, options: dict[str, Any], signals: Signals)
                 remedy="start the attention ranks first, or leave --role out",
             )
         dtype = getattr(torch, options["dtype"]) if options["dtype"] else None
-        checkpoint = None if path is None else Checkpoint(path, dtype)
+        checkpoint = None
         if options["artifact"]:
             described = _check_artifact(world, options)
             world.describe(described["fingerprint"], described["dtype"])
         else:
-            assert checkpoint is not None
+            from afd_graph.hf import open_checkpoint
+
+            checkpoint = open_checkpoint(options["model"], dtype)
             rows = str(checkpoint.row_dtype()).removeprefix("torch.")
-            world.describe(fingerprint(checkpoint), rows)
+            world.describe(checkpoint.fingerprint(), rows)
         prepare = _prepare_ffn if is_ffn else _prepare_attention
         go = prepare(world, checkpoint, options, signals)
         if signals.name is not None:
@@ -275,13 +275,15 @@ def _prepare_attention(
 ) -> Callable[[], None]:
     from afd_graph.activation import StepLog
     from afd_graph.generate import Generation, generate, read_prompts
-    from afd_graph.hf_model import load_tokenizer
+    from afd_graph.hf import load_tokenizer
 
-    tokenizer = None if checkpoint is None else load_tokenizer(checkpoint)
+    tokenizer = None if options["model"] is None else load_tokenizer(Path(options["model"]))
     lines = _all_lines(world, options["prompts"])
     prompts = read_prompts(lines, tokenizer)
-    opened = _open_artifact if options["artifact"] else _compile_model
-    compiled = opened(world, checkpoint, options)
+    if options["artifact"]:
+        compiled = _open_artifact(world, options)
+    else:
+        compiled = _compile_model(world, checkpoint, options)
 
     def go() -> None:
         import torch
@@ -346,7 +348,7 @@ def _compile_model(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Ser
 
     from afd_graph import AFDBackend, AFDConfig
     from afd_graph.connectors.torch_distributed import TorchDistributedConnector
-    from afd_graph.hf_model import load_without_experts, make_tensor_parallel
+    from afd_graph.hf import load_without_experts, make_tensor_parallel
 
     model = load_without_experts(checkpoint)
     if options["tp"] > 1:
@@ -377,7 +379,7 @@ def _compile_model(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Ser
     return served
 
 
-def _open_artifact(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Served:
+def _open_artifact(world: Any, options: dict[str, Any]) -> _Served:
     from afd_graph.artifact import load
     from afd_graph.artifact.served import ServedModel, TensorCache
     from afd_graph.connectors.torch_distributed import TorchDistributedConnector
@@ -390,7 +392,11 @@ def _open_artifact(world: Any, checkpoint: Any, options: dict[str, Any]) -> _Ser
         connector=connector,
         options={"connector": "torch_distributed", **{name: options[name] for name in asked}},
     )
-    last = None if checkpoint is None else checkpoint.config.get("eos_token_id")
+    last = None
+    if options["model"]:
+        from afd_graph.hf import read_config
+
+        last = read_config(Path(options["model"])).get("eos_token_id")
     return _Served(connector, lambda: loaded, ServedModel(loaded), TensorCache, _end_tokens(last))
 
 

@@ -63,7 +63,7 @@ class WorldConfig:
         max_tokens: most tokens of one replica's step; a rank dispatches at most its share.
         dynamic_quant: send int8 rows with one fp32 scale each to the experts.
         credits: un-received dispatches of one attention rank.
-        model: fingerprint of the checkpoint (:func:`afd_graph.ffn.checkpoint.fingerprint`);
+        model: fingerprint of the checkpoint (:meth:`afd_graph.checkpoint.Checkpoint.fingerprint`);
             empty when there is none.
         dtype: dtype of the rows, such as ``bfloat16``; empty leaves it to the programs.
         policy: split policy of the attention ranks; an FFN rank may leave it empty.

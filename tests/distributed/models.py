@@ -16,11 +16,12 @@ import torch
 from distributed.worlds import run_world
 
 from afd_graph import AFDBackend, AFDConfig
+from afd_graph.checkpoint import Checkpoint
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.connectors.torch_distributed_world import World, WorldConfig
-from afd_graph.ffn.checkpoint import Checkpoint, LoadedExperts, fingerprint
+from afd_graph.ffn.checkpoint import LoadedExperts
 from afd_graph.ffn.server import FFNServer
-from afd_graph.hf_model import load_without_experts, make_tensor_parallel
+from afd_graph.hf import load_without_experts, make_tensor_parallel, open_checkpoint
 from tiny_models import VOCABULARY, deepseek_v2
 
 SHAPE = (2, 11)
@@ -64,8 +65,8 @@ def attend(
 
 def rank(path: str, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     world = World(WorldConfig(**settings))
-    checkpoint = Checkpoint(path)
-    world.describe(fingerprint(checkpoint), "float32")
+    checkpoint = open_checkpoint(path)
+    world.describe(checkpoint.fingerprint(), "float32")
     if world.ranks.is_ffn(world.rank):
         return {"name": world.name, **serve(world, checkpoint)}
     return {"name": world.name, **attend(world, checkpoint, options, path)}
