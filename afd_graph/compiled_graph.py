@@ -74,7 +74,7 @@ class CompiledGraph:
                 raise failure from error
             raise
         self._report.count(step)
-        return outputs
+        return [_without_base(output) for output in outputs]
 
     def _describe_stages(self) -> None:
         assert self._chooser is not None
@@ -85,6 +85,16 @@ class CompiledGraph:
         parent = -(-plan.num_tokens // size) * size
         layout = StageLayout(plan, parent, size, rank, plan.sequence_parallel)
         self._channel.stage_lines = [layout.diagnostic(s) for s in range(len(plan.stages))]
+
+
+def _without_base(output: Any) -> Any:
+    """The same values as no view: a cache that is one makes Dynamo compile the next step anew.
+
+    Its guards of a view look at the tensor behind it, and what the next step returns has none.
+    """
+    if isinstance(output, torch.Tensor) and output._base is not None:
+        return output.detach()
+    return output
 
 
 def without_cut(program: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from afd_graph import AFDBackend, AFDConfig
 from afd_graph.connectors.local import LocalConnector
-from tiny_models import VOCABULARY, deepseek_v3, mixtral
+from tiny_models import MODELS, VOCABULARY, deepseek_v3, mixtral
 
 STEPS = 32
 PROMPT = 7
@@ -63,7 +63,8 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "batch", "credits", "padded"), CASES)
 def test_greedy_tokens(kind, batch, credits, padded):
-    model = mixtral() if padded else deepseek_v3()
+    # Values of a dense layer before the experts leave the prompt step as a view.
+    model = mixtral() if padded else MODELS["v3"]()
     prompt = torch.randint(
         VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)
     )
@@ -90,7 +91,7 @@ def test_greedy_tokens(kind, batch, credits, padded):
     assert report.order == ("receive-first" if credits == 1 else "send-first")
 
     # Prompt and decode graphs share the experts: one program a layer, whatever was captured.
-    assert 2 <= len(report.graphs) <= 3
+    assert len(report.graphs) == 2  # the prompt's and the next token's
     assert [layer.index for layer in report.layers] == [0, 1]
     assert all(graph.layers == [0, 1] for graph in report.graphs)
     assert set(connector.programs) == {"layer 0", "layer 1"}
