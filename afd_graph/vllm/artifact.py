@@ -92,7 +92,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
         register_stage_ops()
         programs = load_programs(data, identity(vllm_config))
-        runner_hook.install()
+        runner_hook.install(vllm_config)
         observe.loaded(programs)
         return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config))
 

@@ -58,5 +58,5 @@ def compile_without_plugin(gm: fx.GraphModule, example_inputs: list[Any]) -> Com
             "this is a model of vLLM, and the AFD plugin is not loaded",
             remedy="let VLLM_PLUGINS be unset or name 'afd' in it",
         )
-    runner_hook.install()
+    runner_hook.install(vllm_config)
     return ModelBackend(vllm_config)(gm, example_inputs)

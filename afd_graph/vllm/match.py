@@ -163,8 +163,8 @@ def _layer_path(node: fx.Node, weight: fx.Node) -> str:
 
 
 def _opaque(node: fx.Node, *, has_shared: bool) -> OpaqueLayer | NoMatch:
-    given = arguments(node)
-    if given["hidden_dim_unpadded"]:
+    given = arguments(node)  # older versions have fewer
+    if given.get("hidden_dim_unpadded"):
         return NoMatch("the experts answer rows of another width", node)
     return OpaqueLayer(
         name=layer_name(given["layer_name"], node),
@@ -172,6 +172,6 @@ def _opaque(node: fx.Node, *, has_shared: bool) -> OpaqueLayer | NoMatch:
         hidden=given["hidden_states"],
         router_logits=given["router_logits"],
         shared_input=given["shared_experts_input"],
-        input_ids=given["input_ids"],
+        input_ids=given.get("input_ids"),
         has_shared=has_shared,
     )

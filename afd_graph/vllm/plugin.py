@@ -24,6 +24,7 @@ log = logging.getLogger("vllm.afd_graph")
 
 _MARK = "_afd_wrapped"
 _SETTING = f"""--compilation-config '{{"mode": "DYNAMO_TRACE_ONCE", "backend": "{BACKEND}"}}'"""
+_ASCEND_SETTING = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
 _said: set[str] = set()
 
 
@@ -56,7 +57,7 @@ def _giving_ours(original: Any) -> Any:
         from afd_graph.vllm.backend import ModelBackend
         from afd_graph.vllm.piecewise import PiecewiseBackend
 
-        runner_hook.install()
+        runner_hook.install(vllm_config)
         return ModelBackend(vllm_config) if by_name else PiecewiseBackend(backend, vllm_config)
 
     return init_backend
@@ -72,6 +73,14 @@ def _saying_what_is_missing(original: Any) -> Any:
             leave_out_wrong_kernel(self)
 
     return post_init
+
+
+def _is_ascend() -> bool:
+    from vllm.platforms import current_platform
+
+    from afd_graph.vllm.ascend import is_ascend
+
+    return is_ascend(current_platform)
 
 
 def _say(text: str) -> None:
@@ -120,6 +129,8 @@ def why_not_called(vllm_config: Any) -> str | None:
         return None
     found = f"compilation mode {getattr(mode, 'name', mode)}, backend {compilation.backend!r}"
     remedy = f"set {_SETTING}"
+    if _is_ascend():
+        remedy = f"set {_ASCEND_SETTING}, which vLLM-Ascend needs to compile a model in pieces"
     if mode is None or mode == CompilationMode.NONE:
         remedy += ", without --enforce-eager, LoRA or TORCH_COMPILE_DISABLE"
     return f"AFD is configured and will not be called: {found}. To use it, {remedy}"

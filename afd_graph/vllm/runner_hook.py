@@ -19,26 +19,17 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from afd_graph.metadata import AttentionMetadata, FieldKind
+from afd_graph.metadata import AttentionMetadata
 from afd_graph.planner import NoSplit, Stage
 from afd_graph.vllm.options import Options, options_of
+from afd_graph.vllm.runner_rules import MARK, UPSTREAM, RunnerRules, listening
 from afd_graph.vllm.stage_context import StagedMetadata, UnsplitMetadata
 from afd_graph.vllm.step_plan import plan_step, stage_pairs
 
 log = logging.getLogger("vllm.afd_graph")
-
-_MARK = "_afd_wrapped"
-_EXTRA_RULES = {
-    "replayssm_decode_base_cpu": FieldKind.PER_REQUEST,
-    "req_idx": FieldKind.PER_REQUEST,
-    "dcp_local_seq_lens_cpu_upper_bound": FieldKind.PER_REQUEST,
-    "max_logits_per_req": FieldKind.INHERITED,
-}
-"""Fields of vLLM's common metadata that the core does not know."""
 
 _CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 """What vLLM computes from the other fields on demand."""
@@ -47,20 +38,34 @@ UNSUPPORTED_STEP = "step_kind_unsupported"
 """Reason of a step with something that is not cut: drafts, encoders, context parallelism, ..."""
 
 
-def install() -> None:
-    """Wrap the runner's methods, once."""
+def install(vllm_config: Any) -> None:
+    """Wrap the methods of this platform's runner, once.
+
+    Raises:
+        ConfigError: a version of a platform, or a configuration on it, that is not known.
+    """
+    from vllm.platforms import current_platform
+
+    from afd_graph.vllm import ascend
+
+    if ascend.is_ascend(current_platform):
+        from afd_graph.vllm import ascend_runner
+
+        ascend_runner.install(vllm_config)
+        return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
 
-    _wrap(GPUModelRunner, "_build_attention_metadata", with_stages)
-    _wrap(AttentionGroup, "build_metadata", _listening)
+    wrap(GPUModelRunner, "_build_attention_metadata", with_stages)
+    wrap(AttentionGroup, "build_metadata", listening)
 
 
-def _wrap(owner: type, name: str, wrapper: Any) -> None:
+def wrap(owner: type, name: str, wrapper: Any) -> None:
+    """Replace the method ``name`` of ``owner`` by ``wrapper(method)``, once."""
     original = getattr(owner, name)
-    if not getattr(original, _MARK, False):
+    if not getattr(original, MARK, False):
         wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, _MARK, True)
+        setattr(wrapped, MARK, True)
         setattr(owner, name, wrapped)
 
 
@@ -77,21 +82,21 @@ def uses_backend(vllm_config: Any) -> Options | None:
     return options if options.enabled and (by_name or by_plugin) else None
 
 
-def with_stages(original: Any) -> Any:
+def with_stages(original: Any, rules: RunnerRules = UPSTREAM) -> Any:
     """Wrap a runner's ``_build_attention_metadata``."""
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = options_of_runner(self)
         if options is None or kwargs.get("ubatch_slices") is not None:
             return original(self, *args, **kwargs)
-        with _heard() as groups:
+        with rules.heard(self) as groups:
             built, common = original(self, *args, **kwargs)
         if not isinstance(built, dict) or not built:
             return built, common
         scheduled = kwargs.get("num_scheduled_tokens")
         if scheduled is None:
             return UnsplitMetadata(built, "dummy_run"), common
-        if not _can_stage(self, kwargs, groups, built):
+        if not (_can_stage(self, kwargs, groups, built) and rules.can_stage(self, kwargs, groups)):
             return UnsplitMetadata(built, UNSUPPORTED_STEP), common
         plan = plan_step(self, scheduled, options.config)
         pairs = stage_pairs(self, scheduled, plan) if options.config.trace else ()
@@ -100,13 +105,16 @@ def with_stages(original: Any) -> Any:
             return UnsplitMetadata(built, str(plan.reason), pairs), common
         log.debug("step split: %s", plan.stages)
         lengths = _sequence_lengths(self, scheduled)
+        rules.own(built)
         stages: list[dict[str, Any]] = []
         for number, stage in enumerate(plan.stages):
             stages.append({})
             for group, step in groups:
-                mine = _stage_group(group, self, number).build_metadata(_cut(step, stage, lengths))
+                common_of_stage = _cut(step, stage, lengths, self, rules)
+                mine = rules.build(_stage_group(group, self, number), common_of_stage)
                 stages[-1].update(dict.fromkeys(group.layer_names, mine))
-        return StagedMetadata(built, plan, stages, pairs), common
+            rules.own(stages[-1])
+        return StagedMetadata(built, plan, stages, pairs, rules.context), common
 
     return build
 
@@ -132,37 +140,17 @@ def _can_stage(runner: Any, kwargs: Mapping[str, Any], groups: list[Any], built:
     )
 
 
-_listeners: list[list[tuple[Any, Any]]] = []
-
-
-@contextmanager
-def _heard() -> Iterator[list[tuple[Any, Any]]]:
-    """Collect (attention group, common metadata) of every build inside."""
-    found: list[tuple[Any, Any]] = []
-    _listeners.append(found)
-    try:
-        yield found
-    finally:
-        _listeners.pop()
-
-
-def _listening(original: Any) -> Any:
-    def build_metadata(self: Any, common: Any, *args: Any, **kwargs: Any) -> Any:
-        if _listeners:
-            _listeners[-1].append((self, common))
-        return original(self, common, *args, **kwargs)
-
-    return build_metadata
-
-
 def _stage_group(group: Any, runner: Any, stage: int) -> Any:
     """A copy of an attention group with a builder that serves one stage alone."""
+    from vllm.config import set_current_vllm_config
+
     made = group.__dict__.setdefault("_afd_stage_groups", {})
     if stage not in made:
         mine = copy.copy(group)
         mine.__dict__.pop("_afd_stage_groups", None)
         block_size = getattr(group.metadata_builders[0].kv_cache_spec, "block_size", None)
-        mine.create_metadata_builders(runner.vllm_config, runner.device, block_size, 1)
+        with set_current_vllm_config(runner.vllm_config):  # as when the runner made its own
+            mine.create_metadata_builders(runner.vllm_config, runner.device, block_size, 1)
         made[stage] = mine
     return made[stage]
 
@@ -175,20 +163,26 @@ def _sequence_lengths(runner: Any, scheduled: Mapping[str, int]) -> list[int]:
     ]
 
 
-def _cut(step: Any, stage: Stage, lengths: list[int]) -> Any:
+def _cut(step: Any, stage: Stage, lengths: list[int], runner: Any, rules: RunnerRules) -> Any:
     """vLLM's common metadata of one stage."""
     given = {
         entry.name: getattr(step, entry.name)
         for entry in dataclasses.fields(step)
         if entry.name not in _CACHES
     }
+    # The host's lengths are ours, exact ones. Some platforms have a field for theirs.
+    has_host = "seq_lens_cpu" in given
+    host = given.pop("seq_lens_cpu", None)
     # Requests that only pad the batch have no tokens.
     padding = [0] * (len(step.seq_lens) - len(lengths))
     parent = AttentionMetadata(
-        extra_rules={name: kind for name, kind in _EXTRA_RULES.items() if name in given},
+        extra_rules={name: kind for name, kind in rules.extra_rules.items() if name in given},
         **given,
         seq_lens_cpu=[*lengths, *padding],
     )
     mine = parent.for_stage(stage).as_dict()
-    del mine["seq_lens_cpu"]
+    exact = mine.pop("seq_lens_cpu")
+    if has_host:
+        mine["seq_lens_cpu"] = None if host is None else host.new_tensor(exact)
+    rules.complete(runner, mine)
     return type(step)(**mine)

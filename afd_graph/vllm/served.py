@@ -22,7 +22,7 @@ from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel
 from afd_graph.tracing import Tracer
-from afd_graph.vllm.ascend import refuse_if_ascend
+from afd_graph.vllm.ascend import is_ascend
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
@@ -41,7 +41,11 @@ class FFNSide:
         from vllm.platforms import current_platform
 
         self.config = config
-        refuse_if_ascend(current_platform)
+        if is_ascend(current_platform) and config.connector != "cam":
+            raise ConfigError(
+                f"connector={config.connector!r} is not there on vLLM-Ascend",
+                remedy="set connector='cam', with the options of docs/ascend.md",
+            )
         if config.connector == "process" and not current_platform.is_cpu():
             raise ConfigError(
                 "connector='process' takes rows from a CPU, and this is "

@@ -2,18 +2,19 @@
 
 vLLM's operators find metadata, slot mapping and caches in a global *forward context*, by the name
 of their layer. A stage gets a copy of the step's context in which the metadata and the slots are
-its own; everything else, also what other platforms attach to the context, stays.
+its own; what a platform attaches to the context follows the platform's rules
+(:class:`runner_rules.RunnerRules`), everything else stays.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from afd_graph.errors import PlanError
-from afd_graph.planner import StagePlan
+from afd_graph.planner import Stage, StagePlan
 
 _STAGES = "afd_stage_contexts"
 
@@ -27,6 +28,7 @@ class StagedMetadata(dict):
         plan: where the step is cut.
         stages: metadata by layer name, one dictionary a stage.
         pairs: query-key pairs of each stage; only while steps are traced.
+        complete: sets what the platform attached to a stage's forward context.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class StagedMetadata(dict):
         plan: StagePlan,
         stages: Sequence[Mapping[str, Any]],
         pairs: tuple[int, ...] = (),
+        complete: Callable[[Any, Stage], None] = lambda context, stage: None,
     ) -> None:
         super().__init__(whole)
         self.plan = plan
         self.pairs = pairs
         self.stages = [dict(stage) for stage in stages]
+        self.complete = complete
 
 
 class UnsplitMetadata(dict):
@@ -113,7 +117,8 @@ def _stage_copy(context: Any, metadata: StagedMetadata, stage: int) -> Any:
     own.attn_metadata = metadata.stages[stage]
     own.slot_mapping = {layer: slots[rows] for layer, slots in context.slot_mapping.items()}
     own.ubatch_slices = None
-    if context.is_padding is not None:
+    if getattr(context, "is_padding", None) is not None:  # older versions have no such field
         own.is_padding = context.is_padding[rows]
     own.additional_kwargs = {k: v for k, v in context.additional_kwargs.items() if k != _STAGES}
+    metadata.complete(own, metadata.plan.stages[stage])
     return own

