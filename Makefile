@@ -90,7 +90,8 @@ $(VLLM_READY): pyproject.toml
 	@echo "== environment in .venv-vllm: torch $(TORCH), vLLM for CPU, this package"
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) torch==$(TORCH)
-	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[vllm]' pytest pytest-timeout
+	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[vllm]' pytest pytest-timeout \
+	  pytest-xdist
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_BIN)/python -c 'import vllm.v1.worker.cpu_model_runner, afd_graph.vllm.plugin'
 	@touch $@
@@ -106,14 +107,15 @@ $(VLLM_ASCEND)/%.with-vllm: | $(VLLM_READY)
 	@touch $@
 
 vllm-test: $(VLLM_READY) $(ASCEND_WHEELS)  ## run the tests inside vLLM
-	@echo "== tests inside vLLM"
-	@$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini $(PYTEST_ARGS) tests/vllm
+	@echo "== tests inside vLLM, $(WORKERS) at a time"
+	@$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini -n $(WORKERS) --dist loadfile \
+	  $(PYTEST_ARGS) tests/vllm
 
 vllm-bench: $(VLLM_READY)  ## what the backend costs and gives inside vLLM
 	@echo "== benchmarks/vllm_serving.py"
 	@$(VLLM_BIN)/python benchmarks/vllm_serving.py
 
-serve-demo: $(VLLM_READY)  ## vLLM's server with the backend and without, the same requests to both
+serve-demo: $(VLLM_READY)  ## vLLM's server without the backend and with it, the same requests to all
 	@echo "== demo: serving"
 	@$(VLLM_BIN)/python examples/serve_demo.py $(DEMO_ARGS)
 

@@ -2,9 +2,10 @@
 
 vLLM saves a compiled model right after compiling and loads it at the next start without asking the
 backend, when its own key is the same: versions, configuration (ours included), the model's source.
-That key knows nothing of our code. So a stored model carries its own digest over our version and
-source, PyTorch, vLLM and the options; on any difference loading raises with both digests' parts,
-and vLLM says so and compiles again.
+That key knows nothing of our code, and nobody checks that the file of a key is that key's. So a
+stored model carries its own digest over our version and source, PyTorch, vLLM with its
+configuration, the options and the rank; on any difference loading raises with both digests' parts,
+and vLLM says so and compiles again. The file as a whole has a checksum (:mod:`cache_entry`).
 
 Both programs are stored as graphs; the experts' weights are inputs and never stored.
 """
@@ -24,13 +25,13 @@ from torch import fx
 from afd_graph import _compat
 from afd_graph._version import __version__
 from afd_graph.errors import AFDError
-from afd_graph.vllm import observe
+from afd_graph.vllm import cache_entry, observe
 from afd_graph.vllm.options import options_of
 from afd_graph.vllm.programs import Programs, build_programs
 from afd_graph.vllm.served import FFNSide, ServedModel
 from afd_graph.vllm.stage_ops import register_stage_ops
 
-_FORMAT = 1
+_FORMAT = 2
 _CHECK_SIZE = 32
 
 
@@ -45,6 +46,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
 
     def __init__(self, programs: Programs, vllm_config: Any, ffn: FFNSide) -> None:
         self._stored = dump_programs(programs, identity(vllm_config))
+        self._unsealed: Path | None = None
         self.model = ServedModel(programs, ffn)
 
     @classmethod
@@ -61,13 +63,19 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
             log = observe.GraphLog(vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
             log.finish(programs)
-            return cls(programs, vllm_config, ffn)
+            compiled = cls(programs, vllm_config, ffn)
+            compiled._unsealed = cache_entry.entry_path(vllm_config)
+            return compiled
         except BaseException:
             ffn.channel.close()
             raise
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one step."""
+        if self._unsealed is not None:
+            # vLLM stores a model after compiling it, and then runs it.
+            cache_entry.seal(self._unsealed, self._stored)
+            self._unsealed = None
         return self.model.run(*inputs)
 
     def finalize_loading(self, vllm_config: Any) -> None:
@@ -90,6 +98,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         from afd_graph.vllm import runner_hook
 
         vllm_config = get_current_vllm_config()
+        cache_entry.check(cache_entry.entry_path(vllm_config))
         register_stage_ops()
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
@@ -107,6 +116,8 @@ def identity(vllm_config: Any) -> dict[str, str]:
         "source": source_digest(),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
+        "configuration": vllm_config.compute_hash(),
+        "rank": str(vllm_config.parallel_config.rank),
         "options": options_of(vllm_config).config.digest(),
     }
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from random_deepseek import greedy_tokens, make_checkpoint
 
 AFD = {"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}
 # vLLM's rotary kernel for CPU is wrong for queries with three axes; docs/vllm.md.
 PLAIN = {"mode": "NONE", "custom_ops": ["all", "-rotary_embedding"]}
-HERE = Path(__file__).parent
+# Two threads that spin on a busy machine take many times as long as one.
+torch.set_num_threads(1)
+ENGINE = str(Path(__file__).parent / "engine.py")
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +75,7 @@ class Engine:
         compilation: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        program: Path = HERE / "engine.py",
+        other_entries: dict[str, str] | None = None,
         fails: bool = False,
     ) -> dict[str, Any]:
         """Results of one engine, with its log under ``log``."""
@@ -84,13 +87,14 @@ class Engine:
             "compilation": AFD if compilation is None else compilation,
             "engine": engine or {},
             "workloads": workloads,
+            **({} if other_entries is None else {"other_entries": other_entries}),
         }
         stem.with_suffix(".spec").write_text(json.dumps(spec))
         answer = stem.with_suffix(".json")
         log = stem.with_suffix(".log")
         with log.open("w") as out:
             code = subprocess.run(
-                [sys.executable, str(program), str(stem.with_suffix(".spec")), str(answer)],
+                [sys.executable, ENGINE, str(stem.with_suffix(".spec")), str(answer)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment(), **(environment or {})},

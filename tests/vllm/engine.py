@@ -12,9 +12,13 @@ import dataclasses
 import json
 import os
 import sys
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import stored_entries
+from policy import counters, set_policy
 
 
 def keep_default_mode() -> None:
@@ -72,48 +76,77 @@ def build(spec: dict[str, Any]) -> Any:
 def run(llm: Any, workload: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    from afd_graph.cost_model import CostModel
-    from afd_graph.vllm import runner_hook, step_plan
-    from afd_graph.vllm.served import served_models
+    from afd_graph.vllm import step_plan
 
+    runner = _runner(llm)
     core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
     core.scheduler.max_num_active_reqs = workload.get("max_num_seqs", 8)
     llm.reset_prefix_cache()
-    models = served_models()
     if "split" in workload:
-        costs = CostModel(linear=1.0, quadratic=0.02, experts=1.0, num_layers=3, credits=2)
-        options = runner_hook.options_of_runner(runner)
-        config = options.config.replace(split=workload["split"], costs=costs)
-        runner._afd_options = dataclasses.replace(options, config=config)
+        set_policy(runner, workload["split"])
     guard = step_plan.Hazards.__call__
     if not workload.get("guard", True):
         step_plan.Hazards.__call__ = lambda self, plan: None
-    before = _counters(models)
+    before = counters()
+    if workload.get("dummy_steps"):
+        run_dummy_steps(runner)
     try:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in workload["prompts"]],
-            [
-                SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-                for length in workload["lengths"]
-            ],
-            use_tqdm=False,
-        )
+        with padded(runner, *workload.get("padding", (0, 0))) as steps:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in workload["prompts"]],
+                [
+                    SamplingParams(
+                        temperature=0, max_tokens=length, ignore_eos=True, detokenize=False
+                    )
+                    for length in workload["lengths"]
+                ],
+                use_tqdm=False,
+            )
     finally:
         step_plan.Hazards.__call__ = guard
-    counters = _counters(models)
-    counters.subtract(before)
+    ran = counters()
+    ran.subtract(before)
+    ran["padded"] = len(steps)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"tokens": tokens, "counters": {k: v for k, v in counters.items() if v}}
+    return {"tokens": tokens, "counters": {k: v for k, v in ran.items() if v}}
 
 
-def _counters(models: list[Any]) -> Counter[str]:
-    counters: Counter[str] = Counter()
-    for model in models:
-        counters["split"] += model.report.steps_split
-        counters["mid_request"] += model.report.steps_mid_request
-        counters.update(model.report.steps_unsplit)
-    return counters
+@contextmanager
+def padded(runner: Any, rows: int, requests: int) -> Iterator[list[int]]:
+    """Let steps inside have more rows than tokens, as far as fit, and more requests than real ones.
+
+    Lists the padded steps. With ``requests`` the metadata is padded as well, not the inputs alone.
+
+    vLLM pads for captured device graphs and data parallelism, neither of which CPUs have. Where it
+    asks for the padded size of a step, it is told one here, and pads as on any device.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor
+
+    steps: list[int] = []
+    dispatcher = runner.cudagraph_dispatcher
+    if rows:
+
+        def dispatch(num_tokens: int, **kwargs: Any) -> tuple[Any, Any]:
+            size = min(num_tokens + rows, runner.max_num_tokens)
+            if size > num_tokens:
+                steps.append(num_tokens)
+            if not requests:
+                return CUDAGraphMode.NONE, BatchDescriptor(size)
+            all_requests = min(runner.input_batch.num_reqs + requests, runner.max_num_reqs, size)
+            return CUDAGraphMode.FULL, BatchDescriptor(size, all_requests)
+
+        dispatcher.dispatch = dispatch
+    try:
+        yield steps
+    finally:
+        vars(dispatcher).pop("dispatch", None)
+
+
+def run_dummy_steps(runner: Any) -> None:
+    """Steps without requests: as a data-parallel rank without work, and as a warm-up."""
+    runner._dummy_run(1, uniform_decode=True)
+    runner._dummy_run(7, force_attention=True)
 
 
 def main() -> None:
@@ -123,15 +156,21 @@ def main() -> None:
 
     from afd_graph.vllm.served import served_models
 
+    profiled = row_memory(served_models())
     result: dict[str, Any] = {"runs": {w["name"]: run(llm, w) for w in spec["workloads"]}}
+    result["most_tokens"] = _runner(llm).max_num_tokens
+    if "other_entries" in spec:
+        model = _runner(llm).model.model
+        result["loads"] = stored_entries.load_all(model, spec["other_entries"])
     models = served_models()
     result["reports"] = [str(model.report) for model in models]
+    result["row_memory"] = {"profiled": profiled, "in_the_end": row_memory(models)}
     result["compilations"] = {
         name: value for name, value in dataclasses.asdict(compilation_counter).items() if value
     }
     result["weights_here"] = [
         parameter.untyped_storage().nbytes()
-        for name, parameter in _parameters(llm)
+        for name, parameter in _runner(llm).model.named_parameters()
         if name.endswith(("w13_weight", "w2_weight"))
     ]
     for model in models:
@@ -142,9 +181,14 @@ def main() -> None:
     os._exit(0)
 
 
-def _parameters(llm: Any) -> Any:
+def row_memory(models: list[Any]) -> list[int]:
+    """Bytes that the connectors hold for the rows of their largest item."""
+    return [max(slot.item.mapped for slot in model._connector._slots) for model in models]
+
+
+def _runner(llm: Any) -> Any:
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner.model.named_parameters()
+    return core.model_executor.driver_worker.worker.model_runner
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from torch import fx
 
 from afd_graph.errors import AFDError
-from afd_graph.vllm import artifact
+from afd_graph.vllm import artifact, cache_entry
 from afd_graph.vllm.programs import ExpertSource, Programs
 
 
 def _config(**afd: Any) -> Any:
-    return SimpleNamespace(additional_config={"afd": afd})
+    return SimpleNamespace(
+        additional_config={"afd": afd},
+        compute_hash=lambda: "of vLLM",
+        parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
+        compilation_config=SimpleNamespace(local_cache_dir=None),
+    )
 
 
 def _programs() -> Programs:
@@ -34,7 +40,13 @@ def test_round_trip() -> None:
     assert out.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("what", ["afd-graph", "source", "torch", "vllm", "options", "format"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("afd-graph", "source", "torch", "vllm", "options", "format"),
+        *("configuration", "rank"),
+    ],
+)
 def test_any_difference_is_refused_by_name(what: str) -> None:
     made_by = artifact.identity(_config())
     stored = artifact.dump_programs(_programs(), {**made_by, what: "other"})
@@ -61,3 +73,26 @@ def test_a_truncated_model_is_refused() -> None:
     for length in (0, 10, len(data) // 2, len(data) - 1):
         with pytest.raises(AFDError, match="damaged"):
             artifact.load_programs(data[:length], made_by)
+
+
+def test_an_entry_is_sealed_and_checked(tmp_path: Path) -> None:
+    config = _config()
+    assert cache_entry.entry_path(config) is None
+    config.compilation_config.local_cache_dir = str(tmp_path)
+    entry = cache_entry.entry_path(config)
+    assert entry == tmp_path / "rank_0_0" / "model"
+    cache_entry.seal(entry, b"ours")  # nothing was stored: nothing happens
+    entry.parent.mkdir()
+    entry.write_bytes(b"theirs, ours, theirs")
+    with pytest.raises(AFDError, match="no checksum"):
+        cache_entry.check(entry)
+    cache_entry.seal(entry, b"of another process")
+    with pytest.raises(AFDError, match="no checksum"):
+        cache_entry.check(entry)
+    cache_entry.seal(entry, b"ours")
+    cache_entry.check(entry)
+    entry.write_bytes(b"theirs, ours, Theirs")
+    with pytest.raises(AFDError, match="damaged"):
+        cache_entry.check(entry)
+    with pytest.raises(AFDError, match="does not say"):
+        cache_entry.check(None)

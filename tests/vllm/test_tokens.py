@@ -1,8 +1,7 @@
 """Real requests: greedy tokens equal Hugging Face's, whatever is split where.
 
-``AFD_VLLM_MATRIX=full`` runs all forms, each with every policy and 1 to 8 concurrent requests, and
-compares each with vLLM without the backend as well; without it a part. A form's totals are printed
-(``pytest -s``).
+``AFD_VLLM_MATRIX=full`` runs all forms, each with every policy and 1 to 8 concurrent requests;
+without it a part. A form's totals are printed (``pytest -rP``).
 """
 
 from __future__ import annotations
@@ -14,9 +13,13 @@ from typing import Any
 import pytest
 
 from conftest import PLAIN, mixed_requests
+from random_deepseek import COMMON
 
 POLICIES = ("none", "token", "request", "cost", "auto")
 FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
+# Rows and requests more than there are.
+PADDED = {"padded rows": (5, 0), "padded rows and requests": (5, 2)}
+EXPERTS_PER_TOKEN, HIDDEN = COMMON["num_experts_per_tok"], COMMON["hidden_size"]
 OPAQUE = {"AFD_TEST_OPAQUE": "1"}
 
 
@@ -65,16 +68,15 @@ def _name(policy: str, most: int) -> str:
 def served(request: Any, engine: Any, checkpoint: Any) -> Any:
     family, options, environment = FORMS[request.param]
     prompts, lengths = mixed_requests()
+    work = {"prompts": prompts, "lengths": lengths}
     workloads = [
-        {
-            "name": _name(policy, most),
-            "prompts": prompts,
-            "lengths": lengths,
-            "split": policy,
-            "max_num_seqs": most,
-        }
+        {**work, "name": _name(policy, most), "split": policy, "max_num_seqs": most}
         for policy, most in _matrix()
     ]
+    for name, padding in PADDED.items():
+        # Five of eight requests, so that there is room for more.
+        run = {**work, "name": name, "split": "token", "max_num_seqs": 5}
+        workloads.append({**run, "padding": padding, "dummy_steps": True})
     found = engine.run(checkpoint(family), workloads, engine=options, environment=environment)
     total: Counter[str] = Counter()
     for run in found["runs"].values():
@@ -94,9 +96,11 @@ def test_tokens_equal_hugging_face(served: Any, reference: Any) -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(not FULL, reason="equality with Hugging Face implies it: AFD_VLLM_MATRIX=full")
-def test_tokens_equal_vllm_without_the_backend(served: Any, engine: Any, checkpoint: Any) -> None:
-    form, results = served
+@pytest.mark.parametrize("form", FORMS if FULL else ("v3-mla", "v2-mha-caching-chunked"))
+def test_vllm_without_the_backend_gives_the_same(
+    form: str, engine: Any, checkpoint: Any, reference: Any
+) -> None:
+    """The other oracle of the tokens: they equal Hugging Face's, as those above do."""
     family, options, environment = FORMS[form]
     prompts, lengths = mixed_requests()
     plain = engine.run(
@@ -108,16 +112,14 @@ def test_tokens_equal_vllm_without_the_backend(served: Any, engine: Any, checkpo
     )
     assert "AFD" not in plain["log"]
     assert not plain["reports"]
-    for name, run in results["runs"].items():
-        assert run["tokens"] == plain["runs"]["plain"]["tokens"], name
+    assert plain["runs"]["plain"]["tokens"] == reference(family)
 
 
 def test_steps_were_really_split(served: Any) -> None:
     runs = served[1]["runs"]
     total = {"split": 0, "mid_request": 0}
-    for name, run in runs.items():
-        counters = run["counters"]
-        policy = name.split("-")[0]
+    for policy, most in _matrix():
+        counters = runs[_name(policy, most)]["counters"]
         if policy == "none":
             assert set(counters) == {"disabled"}
             continue
@@ -128,9 +130,35 @@ def test_steps_were_really_split(served: Any) -> None:
         # Every other step says why it was not split.
         allowed = {"single_token", "single_request", "prefix_hazard", "unsplit_faster"}
         assert set(counters) <= {"split", "mid_request"} | allowed
-        assert counters.get("split", 0) > 0 or (policy, "1") == ("request", name[-1])
+        assert counters.get("split", 0) > 0 or (policy, most) == ("request", 1)
     assert total["split"] >= 100
     assert total["mid_request"] >= 20
+
+
+def test_report_and_log_say_where_the_gate_is(served: Any) -> None:
+    form, results = served
+    where = "opened from the opaque operator" if "opaque" in form else "from the graph"
+    (report,) = results["reports"]
+    assert f"gate and top-k: attention side, {where}" in report.splitlines()
+    assert f"gate and top-k: attention side, {where}\n" in results["log"]
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_and_dummy_steps(name: str, served: Any) -> None:
+    """Their tokens are among those that are compared; here, that there were such steps."""
+    counters = dict(served[1]["runs"][name]["counters"])
+    assert counters.pop("profile_run") == counters.pop("dummy_run") == 1
+    split, padded, _ = (counters.pop(key) for key in ("split", "padded", "mid_request"))
+    assert split > 0
+    # More steps were padded than ran unsplit: the others were padded and split.
+    assert padded - sum(counters.values()) >= 10
+
+
+def test_profile_run_sizes_the_connector_for_unsplit_steps(served: Any) -> None:
+    _, results = served
+    (profiled,) = results["row_memory"]["profiled"]
+    assert profiled >= results["most_tokens"] * EXPERTS_PER_TOKEN * HIDDEN * 4
+    assert results["row_memory"]["in_the_end"] == [profiled]
 
 
 def test_weights_live_in_the_ffn_process_alone(served: Any) -> None:
