@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Below this many values embedding_bag is not worth it: it starts every intra-op thread whatever
-# the size, which costs milliseconds when their cores are busy.
+# Below this many values embedding_bag is not worth it with several intra-op threads: it starts them
+# all whatever the size, which costs milliseconds when their cores are busy.
 _ONE_PASS_VALUES = 1 << 18
 
 
@@ -54,10 +54,10 @@ def combine(
     if (
         not exact
         and rows.dtype is dtype is torch.float32
-        and rows.numel() >= _ONE_PASS_VALUES
+        and (rows.numel() >= _ONE_PASS_VALUES or torch.get_num_threads() == 1)
         and rows.device.type == "cpu"
     ):
-        # Gathers and sums in one pass over the rows, more than three times as fast.
+        # Gathers and sums in one pass over the rows, three to six times as fast.
         starts = torch.arange(0, tokens * top_k, top_k)
         total = torch.nn.functional.embedding_bag(
             position, rows, starts, mode="sum", per_sample_weights=weights.reshape(-1)

@@ -1,7 +1,7 @@
 """Runs the expert programs on work items; the same on a thread, in a process, on another machine.
 
-1. :meth:`FFNExecutor.add` compiles each expression of a program once into a Python callable; a
-   grouped product at its end writes to memory that the caller chooses.
+1. :meth:`FFNExecutor.add` compiles each expression of a program once into a Python callable; an
+   operator of :data:`WRITES_OUT` at its end writes to memory that the caller chooses.
 2. :meth:`FFNExecutor.run` checks the item against its program, answers empty inputs without a
    launch, and runs the rest without autograd.
 """
@@ -20,6 +20,13 @@ from afd_graph.errors import ConnectorError
 from afd_graph.exact_ops import EXACT  # Registers all operators that the programs call.
 from afd_graph.ffn.grouped_mm import grouped_mm_into
 from afd_graph.ffn.program import Expression, FFNProgram
+
+
+WRITES_OUT: dict[object, Callable[..., torch.Tensor]] = {
+    torch.ops.afd.grouped_mm.default: grouped_mm_into
+}
+"""Operators whose answer can go right into given memory -> what computes it there and returns it:
+called with the operator's arguments and that memory."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +160,10 @@ def _compile(program: FFNProgram, expression: Expression, inputs: int) -> _Compi
     graph = fx.Graph()
     out = graph.placeholder("out")
     answer = graph.graph_copy(expression.graph, val_map={})
-    writes_out = isinstance(answer, fx.Node) and answer.target is torch.ops.afd.grouped_mm.default
+    writes_out = isinstance(answer, fx.Node) and answer.target in WRITES_OUT
     if writes_out:
         assert isinstance(answer, fx.Node)
-        answer = graph.call_function(grouped_mm_into, (*answer.args, out))
+        answer = graph.call_function(WRITES_OUT[answer.target], (*answer.args, out))
     else:
         graph.erase_node(out)
     graph.output(answer)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from afd_graph.ffn.executor import WRITES_OUT
 from afd_graph.ffn.program import Expression, FFNProgram
 
 _library = torch.library.Library("afd", "FRAGMENT")
@@ -42,11 +43,26 @@ def _experts(
     activation: str,
     isa: str,
 ) -> torch.Tensor:
+    return _experts_into(
+        rows, counts, w13, w2, bias13, bias2, activation, isa, torch.empty_like(rows)
+    )
+
+
+def _experts_into(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    activation: str,
+    isa: str,
+    out: torch.Tensor,
+) -> torch.Tensor:
     load_kernels()
     chosen = torch.repeat_interleave(
         torch.arange(len(counts), dtype=torch.int32), counts, output_size=len(rows)
     )
-    out = torch.empty_like(rows)
     torch.ops._C.cpu_fused_moe(
         out,
         rows,
@@ -64,6 +80,7 @@ def _experts(
 
 
 _library.impl("vllm_experts", _experts, "CPU")
+WRITES_OUT[torch.ops.afd.vllm_experts.default] = _experts_into
 
 
 @torch.library.register_fake("afd::vllm_experts", lib=_library)

@@ -40,7 +40,10 @@ def plan_step(
         split=config.split,
         min_tokens=config.min_split_tokens,
         costs=costs,
-        hazards=Hazards(batch, counts, contexts),
+        # Without a prefix cache no request reads what another writes.
+        hazards=Hazards(batch, counts, contexts)
+        if runner.cache_config.enable_prefix_caching
+        else None,
     )
 
 
