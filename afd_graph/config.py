@@ -112,7 +112,8 @@ class AFDConfig:
         if self.costs is None and self.split in ("cost", "auto"):
             raise ConfigError(
                 f"split={self.split!r} needs costs, and there is no default that fits a machine",
-                remedy="pass costs=CostModel(linear=..., quadratic=...), or use split='token'",
+                remedy="measure them with `afd-graph costs`, pass costs=CostModel(linear=..., "
+                "quadratic=...), or use split='token'",
             )
         if self.costs is not None and not isinstance(self.costs, CostModel):
             raise ConfigError(

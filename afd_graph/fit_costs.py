@@ -12,16 +12,21 @@ are away.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import PlanError
+from afd_graph.planner import NoSplit, plan_stages
 from afd_graph.timeline import Timeline, measure
 from afd_graph.tracing import Trace, TracedStep, clock_offset
 
+DECODING_CONTEXT = 512
+"""Tokens in the cache of a request that decodes, for :func:`pays_from`."""
+
+_SIZES = [2, *range(4, 64, 4), *range(64, 512, 32), *range(512, 4097, 256)]
 _LEAST_S = 1e-7  # what a clock does not tell from nothing
 _HELD_UP = 3.0  # a sample this many times as far off as the usual one is left out
 _ROUNDS = 3
@@ -113,6 +118,28 @@ def fit_costs(traces: Sequence[Trace]) -> Fit:
         credits=min(trace.credits for trace in traces),
     )
     return Fit(costs, len(samples), attention_error, experts_error)
+
+
+def pays_from(costs: CostModel, *, prompt: bool) -> int | None:
+    """The least number of tokens from which on ``auto`` cuts every larger step.
+
+    Args:
+        costs: of the machine.
+        prompt: whether the step is one prompt; else every token is one of a request that decodes
+            behind :data:`DECODING_CONTEXT` others.
+
+    Returns:
+        None when no step up to some thousand tokens is cut.
+    """
+    least: int | None = None
+    for tokens in reversed(_SIZES):
+        counts = [tokens] if prompt else [1] * tokens
+        contexts = [0 if prompt else DECODING_CONTEXT] * len(counts)
+        step = plan_stages(counts, split="auto", costs=replace(costs, context_lens=contexts))
+        if isinstance(step, NoSplit):
+            break
+        least = tokens
+    return least
 
 
 def _samples(step: TracedStep, timeline: Timeline) -> list[_Sample]:

@@ -21,7 +21,6 @@ from afd_graph.exact_ops import EXACT  # Registers all operators that the progra
 from afd_graph.ffn.grouped_mm import grouped_mm_into
 from afd_graph.ffn.program import Expression, FFNProgram
 
-
 WRITES_OUT: dict[object, Callable[..., torch.Tensor]] = {
     torch.ops.afd.grouped_mm.default: grouped_mm_into
 }
