@@ -212,11 +212,8 @@ def served_models() -> list[ServedModel]:
     return list(_models)
 
 
-def report(worker: Any = None) -> Report:
-    """The report of the model of this process.
-
-    From outside a worker process: ``llm.collective_rpc(afd_graph.vllm.report)`` (``worker`` is
-    what vLLM passes then).
+def report() -> Report:
+    """The report of the model of this process; :func:`report_as_dict` asks another one.
 
     Raises:
         AFDError: the backend has compiled no model here, or more than one.
@@ -225,6 +222,21 @@ def report(worker: Any = None) -> Report:
     if len(models) != 1:
         raise AFDError(
             f"{len(models)} models of vLLM were compiled with the AFD backend in this process",
-            remedy="ask inside the worker: llm.collective_rpc(afd_graph.vllm.report)",
+            remedy="ask inside the worker: llm.collective_rpc(afd_graph.vllm.report_as_dict)",
         )
     return models[0].report
+
+
+def report_as_dict(worker: Any = None) -> dict[str, Any]:
+    """The report of this process's model in plain values, which vLLM passes between processes.
+
+    ``Report.from_dict(llm.collective_rpc(report_as_dict)[0])`` is the report of the first worker;
+    vLLM only sends a function with ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
+
+    Args:
+        worker: what vLLM passes.
+
+    Raises:
+        AFDError: the backend has compiled no model here, or more than one.
+    """
+    return report().as_dict()

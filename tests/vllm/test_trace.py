@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from afd_graph.fit_costs import fit_costs
 from afd_graph.html import from_files, write_html
+from afd_graph.report import Report
 from afd_graph.tracing import Trace
-from conftest import mixed_requests
+from conftest import HERE, mixed_requests
 
 PROMPTS, LENGTHS = mixed_requests(12)
 LAYERS = 3
@@ -75,3 +80,22 @@ def test_files_make_a_page_and_costs(traced: Any, tmp_path: Any) -> None:
     assert costs.num_layers == LAYERS
     assert costs.attention_overhead > 0
     assert costs.experts > 0
+
+
+def test_report_and_trace_of_an_engine_in_another_process(
+    engine: Any, checkpoint: Any, tmp_path: Any
+) -> None:
+    answer = tmp_path / "outside.json"
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    subprocess.run(
+        [sys.executable, str(HERE / "outside.py"), str(checkpoint("deepseek_v2")), str(answer)],
+        env={**os.environ, **engine.environment(), **environment},
+        timeout=900,
+        check=True,
+    )
+    found = Report.from_dict(json.loads(answer.read_text()))
+    assert found.steps_split == 4
+    assert len(found.layers) == LAYERS
+    # The worker wrote its trace when it ended.
+    steps = Trace.read(tmp_path / "trace.rank0.json").steps
+    assert sum(step.policy == "token" for step in steps) == 4
