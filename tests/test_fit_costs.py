@@ -130,9 +130,12 @@ def test_unsplit_time_hides_shared_experts_behind_the_way_of_the_rows():
 def test_command_prints_costs_that_the_options_take(tmp_path):
     RUN.write(tmp_path / "trace.rank0.json")
     assert Trace.read(tmp_path / "trace.rank0.json") == RUN
-    result = CliRunner().invoke(afd_graph, ["costs", str(tmp_path)])
+    another = tmp_path / "another run of the same rank"
+    another.mkdir()
+    RUN.write(another / "trace.rank0.json")
+    result = CliRunner().invoke(afd_graph, ["costs", str(tmp_path), str(another)])
     assert result.exit_code == 0, result.output
-    assert CostModel(**json.loads(result.stdout)) == fit_costs([RUN]).costs
+    assert CostModel(**json.loads(result.stdout)) == fit_costs([RUN, RUN]).costs
     assert "one prompt: a split is predicted to pay from" in result.stderr
     asked = CliRunner().invoke(afd_graph, ["costs", str(tmp_path), "--json"])
     pays = json.loads(asked.stdout)["pays_from_tokens"]

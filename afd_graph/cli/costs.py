@@ -22,17 +22,18 @@ def command(paths: tuple[Path, ...], as_json: bool) -> None:
     """Fit costs to the traces of a run, for the policies cost and auto.
 
     PATH is a directory that a run with trace and dump_dir wrote, or a trace file. The costs are
-    one JSON object, for the key costs of the options. The run should hold steps of several sizes,
+    one JSON object, for the key costs of the options. The runs should hold steps of several sizes,
     with and without a split.
 
     \b
     Example:
-      afd-graph costs DIR
+      afd-graph costs DIR/token DIR/none
     """
     from afd_graph.fit_costs import DECODING_CONTEXT, fit_costs, pays_from
     from afd_graph.html import from_files
 
-    found = fit_costs(from_files(paths).traces)
+    # One by one: these may be several runs of one rank.
+    found = fit_costs([trace for path in paths for trace in from_files([path]).traces])
     costs = found.costs
     fields = {name: value for name, value in vars(costs).items() if name != "context_lens"}
     first = {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from afd_graph.fit_costs import fit_costs
 from afd_graph.html import from_files, write_html
 from afd_graph.report import Report
 from afd_graph.tracing import Trace
-from conftest import HERE, mixed_requests
+from conftest import mixed_requests
 
 PROMPTS, LENGTHS = mixed_requests(12)
 LAYERS = 3
+OUTSIDE = str(Path(__file__).parent / "outside.py")
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +90,15 @@ def test_report_and_trace_of_an_engine_in_another_process(
     answer = tmp_path / "outside.json"
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     subprocess.run(
-        [sys.executable, str(HERE / "outside.py"), str(checkpoint("deepseek_v2")), str(answer)],
+        [sys.executable, OUTSIDE, str(checkpoint("deepseek_v2")), str(answer)],
         env={**os.environ, **engine.environment(), **environment},
         timeout=900,
         check=True,
     )
     found = Report.from_dict(json.loads(answer.read_text()))
-    assert found.steps_split == 4
+    # Prompts, and three more tokens; requests may come in one step or in two.
+    assert found.steps_split >= 4
     assert len(found.layers) == LAYERS
     # The worker wrote its trace when it ended.
     steps = Trace.read(tmp_path / "trace.rank0.json").steps
-    assert sum(step.policy == "token" for step in steps) == 4
+    assert sum(step.policy == "token" for step in steps) == found.steps_split
