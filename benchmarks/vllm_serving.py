@@ -210,12 +210,15 @@ def main() -> None:
     from random_deepseek import make_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
-        model = make_checkpoint(Path(name), "deepseek_v2", num_hidden_layers=given.layers, **SIZES)
+        os.environ["VLLM_CACHE_ROOT"] = f"{name}/cache"  # nothing finds this model again
+        model = make_checkpoint(
+            Path(name) / "model", "deepseek_v2", num_hidden_layers=given.layers, **SIZES
+        )
         engine = AFDEngine(model, theirs)
         plain = None if given.without_plain else PlainEngine(model, [*ours, *theirs])
-    passed = _compare(engine, plain, given.least, given.most)
-    if plain is not None:
-        plain.close()
+        passed = _compare(engine, plain, given.least, given.most)
+        if plain is not None:
+            plain.close()
     sys.stdout.flush()
     # vLLM's own shutdown of an engine in this process may wait for threads.
     os._exit(int(not passed))
