@@ -465,14 +465,48 @@ def test_garbage_is_an_error_with_layer_and_stage(reply):
         assert stat_of(pid) is None
 
 
-def test_a_dead_silent_process_is_given_up_at_start():
-    connector = _ImpostorConnector(start_timeout_s=0.3)
-    connector._spawn = lambda: ChildProcess(
-        connector._options, [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    )
+def starting(script: str, start_timeout_s: float) -> ProcessConnector:
+    """A connector whose FFN process runs ``script``, and then the impostor that answers garbage."""
+    connector = _ImpostorConnector(start_timeout_s=start_timeout_s)
+    connector.reply = _REPLIES["short"]
+    spawn = connector._spawn
+
+    def spawn_slowly() -> ChildProcess:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "_IMPOSTOR", script + _IMPOSTOR)
+            return spawn()
+
+    connector._spawn = spawn_slowly
+    return connector
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("import time; time.sleep(60)\n", "did not answer within 1 s; it is running"),
+        ("while True: pass\n", "did not answer within 1 s of processor time"),
+    ],
+)
+def test_a_silent_process_is_given_up_at_start(script, message):
     with (
-        opened("process", connector=connector) as made,
-        pytest.raises(ConnectorError, match=r"did not answer within 0\.3 s; it is running"),
+        opened("process", connector=starting(script, 1.0)) as made,
+        pytest.raises(ConnectorError, match=message),
+    ):
+        step(made, ECHO)
+
+
+def test_a_process_that_gets_little_time_may_start_slowly():
+    script = """
+import time
+end = time.monotonic() + 2.5
+while time.monotonic() < end:
+    time.sleep(0.1)
+    begin = time.process_time()
+    while time.process_time() < begin + 0.01: pass
+"""
+    with (
+        opened("process", connector=starting(script, 1.0)) as made,
+        pytest.raises(ConnectorError, match="answered garbage"),  # so it was waited for
     ):
         step(made, ECHO)
 

@@ -27,8 +27,14 @@ _SEND_S = 5.0  # messages are small and few: only a process that reads none for 
 # An answer that is about to come is awaited awake, which saves going to sleep and waking up.
 _AWAKE_S = 1e-4
 _STATES = {"T": "stopped", "t": "traced", "Z": "dead", "D": "in uninterruptible sleep"}
+_COMPUTES = "raise timeout_s if one expert layer may take longer"
+_STARTS = "see its messages on stderr; connector_options can raise start_timeout_s"
 
 _Result = TypeVar("_Result")
+
+
+class _SilentError(ConnectorError):
+    """No message within the time limit."""
 
 
 class ChildProcess:
@@ -101,6 +107,31 @@ class ChildProcess:
             raise self._gone()
         return message
 
+    def receive_at_start(self, timeout_s: float) -> Message:
+        """Wait for one message of a process that starts or takes in a program.
+
+        A busy machine may give it no processor for long. What is limited is the processor time
+        that it takes, and the time in which it takes none at all.
+
+        Raises:
+            ConnectorError: as :meth:`receive`.
+        """
+        begin = last = self._processor_s()
+        while True:
+            try:
+                return self.receive(timeout_s, time.monotonic())
+            except _SilentError:
+                now = self._processor_s()
+                if now == last or now - begin >= timeout_s:
+                    of = "" if now == last else " of processor time"
+                    raise self._silent(f"{timeout_s:g} s{of}", _STARTS) from None
+                last = now
+
+    def _processor_s(self) -> float:
+        """Processor time of the process so far, in seconds."""
+        user, system = _stat(self.pid)[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def _within(
         self, timeout_s: float, since_s: float, event: int, call: Callable[[], _Result]
     ) -> _Result:
@@ -120,7 +151,7 @@ class ChildProcess:
                     poller = select.poll()
                     poller.register(self._socket, event)
                 if now >= deadline or not poller.poll(max((deadline - now) * 1e3, 1.0)):
-                    raise self._silent(timeout_s)
+                    raise self._silent(f"{timeout_s:g} s", _COMPUTES)
         except (OSError, ValueError) as error:
             raise self._gone() from error
 
@@ -140,14 +171,11 @@ class ChildProcess:
         self._process.kill()
         self._process.wait()
 
-    def _silent(self, timeout_s: float) -> ConnectorError:
-        state = _state(self.pid)
-        return ConnectorError(
-            f"the FFN process (pid {self.pid}) did not answer within {timeout_s:g} s; "
-            f"it is {state}",
-            remedy="continue it (SIGCONT) and compile again"
-            if state == "stopped"
-            else "raise timeout_s if one expert layer may take longer",
+    def _silent(self, limit: str, remedy: str) -> ConnectorError:
+        state = _STATES.get(_stat(self.pid)[0], "running")
+        return _SilentError(
+            f"the FFN process (pid {self.pid}) did not answer within {limit}; it is {state}",
+            remedy="continue it (SIGCONT) and compile again" if state == "stopped" else remedy,
         )
 
     def _gone(self) -> ConnectorError:
@@ -167,11 +195,10 @@ class ChildProcess:
         )
 
 
-def _state(pid: int) -> str:
-    """What the kernel says the process is doing."""
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of the process, from its state on; that of a dead one if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            letter = stat.read().rpartition(")")[2].split()[0]
+            return stat.read().rpartition(")")[2].split()
     except OSError:
-        return "dead"
-    return _STATES.get(letter, "running")
+        return ["Z", *["0"] * 12]

@@ -23,8 +23,8 @@ class FFNPeer:
     """One FFN process, from its start to its end.
 
     Args:
-        start_timeout_s: longest time, in seconds, that the process may take to start and to take
-            in one program.
+        start_timeout_s: processor time, in seconds, that the process may take to start, and to take
+            in one program; and the longest time in which it may take none.
         take_answer: called with every message that answers an item; returns whether that was the
             one expected. Must not hold on to the connector, nor raise.
     """
@@ -56,19 +56,23 @@ class FFNPeer:
         """Send the program of ``layer`` unless the process has it; wait until it does."""
         if layer in self._known:
             return
-        self.read_until(lambda: self._is_ready, self._start_timeout_s, layer, None)
+        self.read_until(lambda: self._is_ready, None, layer, None)
         message = Message(Kind.PROGRAM, layer, ticket=_OF_A_PROGRAM, rows=weights.description_size)
         self._send(message, [weights.segment.descriptor], layer, None)
-        self.read_until(lambda: layer in self._known, self._start_timeout_s, layer, None)
+        self.read_until(lambda: layer in self._known, None, layer, None)
 
     def send_item(self, message: Message) -> None:
         """Send an item; raises ConnectorError when the process is dead or deaf."""
         self._send(message, (), message.layer, message.stage)
 
     def read_until(
-        self, done: Callable[[], bool], timeout_s: float, layer: int | None, stage: int | None
+        self,
+        done: Callable[[], bool],
+        timeout_s: float | None,
+        layer: int | None,
+        stage: int | None,
     ) -> None:
-        """Take messages in until ``done``.
+        """Take messages in until ``done``; without ``timeout_s`` those of the start.
 
         Raises:
             ConnectorError: with ``layer`` and ``stage``; the process died, was silent for
@@ -79,7 +83,11 @@ class FFNPeer:
             self.check_open(layer, stage)
             assert self._child is not None
             try:
-                self._take(self._child.receive(timeout_s, begin))
+                if timeout_s is None:
+                    message = self._child.receive_at_start(self._start_timeout_s)
+                else:
+                    message = self._child.receive(timeout_s, begin)
+                self._take(message)
             except ConnectorError as error:
                 self._fail(error, layer, stage)
 

@@ -94,8 +94,9 @@ class ProcessConnector(Connector):
     Args:
         threads: intra-op threads of the FFN process.
         cpus: CPU numbers that the FFN process may run on; ``None`` leaves them.
-        start_timeout_s: longest time, in seconds, that the process may take to start and to take
-            in one program.
+        start_timeout_s: processor time, in seconds, that the process may take to start, and to take
+            in one program; and the longest time in which it may take none. A machine so busy that
+            it starts slowly is no error.
         imports: modules that the FFN process imports first, for operators that they register.
     """
 
