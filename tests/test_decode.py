@@ -9,6 +9,8 @@ from torch import nn
 
 from afd_graph import AFDBackend, AFDConfig
 from afd_graph.connectors.local import LocalConnector
+from afd_graph.lowering import eager
+from afd_graph.passes.cache_writes import write_caches_in_place
 from tiny_models import MODELS, VOCABULARY, deepseek_v3, mixtral
 
 STEPS = 32
@@ -62,7 +64,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "batch", "credits", "padded"), CASES)
-def test_greedy_tokens(kind, batch, credits, padded):
+def test_greedy_tokens(kind, batch, credits, padded, monkeypatch):
+    in_place = []
+
+    def counted(graph):
+        in_place.append(write_caches_in_place(graph))
+        return in_place[-1]
+
+    monkeypatch.setattr(eager, "write_caches_in_place", counted)
     # Values of a dense layer before the experts leave the prompt step as a view.
     model = mixtral() if padded else MODELS["v3"]()
     prompt = torch.randint(
@@ -89,6 +98,11 @@ def test_greedy_tokens(kind, batch, credits, padded):
         assert {graph.mode for graph in report.graphs} == {"sequence", "batch"}
     assert report.credits == credits
     assert report.order == ("receive-first" if credits == 1 else "send-first")
+
+    # Key and value of every layer, in whole or in both stages; the prompt's graph makes the cache.
+    caches = 2 * model.config.num_hidden_layers
+    written = [caches * (1 if batch == 1 else stages) for stages in (1, 2)]
+    assert in_place[-2:] == (written if kind == "static" else [0, 0])
 
     # Prompt and decode graphs share the experts: one program a layer, whatever was captured.
     assert len(report.graphs) == 2  # the prompt's and the next token's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ from afd_graph.tracing import Trace
 from tiny_models import PlainModel
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+REQUIRED = os.environ.get("AFD_BROWSER") == "required"
+"""Whether a machine without a Chromium fails these tests, as in CI, or skips some."""
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +251,14 @@ act().catch((error) => console.error(error));
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: make browser-setup")
+@pytest.mark.skipif(
+    CHROMIUM is None and not REQUIRED, reason="no Chromium here: make browser-setup"
+)
 class TestInABrowser:
+    @pytest.fixture(scope="class", autouse=True)
+    def has_a_browser(self):
+        assert CHROMIUM is not None, "AFD_BROWSER=required, and no Chromium: make browser-setup"
+
     def browse(self, page: str, tmp_path: Path, script: str = "") -> tuple[str, list[str]]:
         """The document after its scripts ran, and what the console said."""
         path = tmp_path / "page.html"

@@ -7,9 +7,13 @@ from typing import Any
 
 from torch import fx
 
+from afd_graph.passes.cache_writes import write_caches_in_place
+
 
 def lower(gm: fx.GraphModule) -> Any:
     """Return a function over the list of inputs."""
+    if write_caches_in_place(gm.graph):
+        gm.recompile()
     forward = gm.forward
 
     def run(inputs: Sequence[Any]) -> Sequence[Any]:
