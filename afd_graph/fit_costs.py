@@ -72,9 +72,11 @@ def fit_costs(traces: Sequence[Trace]) -> Fit:
     """
     samples: list[_Sample] = []
     layers = 0
+    # Where pairs are known, a step without them is a profile run, which does not attend.
+    with_pairs = any(step.pairs for trace in traces for step in trace.steps)
     for trace in traces:
         for number, step in enumerate(trace.steps):
-            if step.events:
+            if step.events and (step.pairs or not with_pairs):
                 layers = max(layers, len({event.layer for event in step.events}))
                 samples += _samples(step, trace.timeline(number))
     if len({sample.tokens for sample in samples}) < 2:

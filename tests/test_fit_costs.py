@@ -98,6 +98,18 @@ def test_steps_that_were_held_up_do_not_count():
     assert found.costs.linear == pytest.approx(KNOWN.linear, rel=0.1)
 
 
+def test_profile_runs_do_not_count():
+    profile = replace(played([1024], slower=0.1), pairs=())
+    assert fit_costs([trace(profile, *RUN.steps)]) == fit_costs([RUN])
+
+
+def test_without_pairs_attention_is_linear():
+    steps = [replace(step, pairs=()) for step in RUN.steps]
+    costs = fit_costs([trace(*steps)]).costs
+    assert costs.quadratic == 0
+    assert costs.linear > KNOWN.linear
+
+
 def test_no_coefficient_is_negative_whatever_the_times():
     steps = [played([64]), played([128]), replace(played([600], slower=0.05), pairs=(1,))]
     costs = fit_costs([trace(*steps)]).costs

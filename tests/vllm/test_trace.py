@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from afd_graph.cli.group import afd_graph
 from afd_graph.fit_costs import fit_costs
 from afd_graph.html import from_files, write_html
 from afd_graph.report import Report
@@ -82,6 +84,20 @@ def test_files_make_a_page_and_costs(traced: Any, tmp_path: Any) -> None:
     assert costs.num_layers == LAYERS
     assert costs.attention_overhead > 0
     assert costs.experts > 0
+
+
+def test_costs_of_a_run_are_options_of_the_next(traced: Any, engine: Any, checkpoint: Any) -> None:
+    answer = CliRunner().invoke(afd_graph, ["costs", str(traced["dump"])])
+    assert answer.exit_code == 0, answer.output
+    found = engine.run(
+        checkpoint("deepseek_v2"),
+        [{"name": "auto", "prompts": PROMPTS, "lengths": LENGTHS}],
+        afd={"split": "auto", "costs": json.loads(answer.stdout)},
+    )
+    assert found["runs"]["auto"]["tokens"] == traced["runs"]["none"]["tokens"]
+    counters = found["runs"]["auto"]["counters"]
+    # Which steps are cut depends on this machine; that all were decided by the costs does not.
+    assert counters.keys() <= {"split", "mid_request", "unsplit_faster", "single_token"}
 
 
 def test_report_and_trace_of_an_engine_in_another_process(
