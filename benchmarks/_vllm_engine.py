@@ -105,6 +105,8 @@ def serve(llm: Any, work: Work) -> Round:
 class PlainEngine:
     """vLLM as it is, in a process of its own with all cores; one round at a time.
 
+    Start it before an engine in this process, which changes the environment.
+
     Args:
         model: the checkpoint.
         cpus: cores that it may use, with a thread on each.
@@ -114,7 +116,13 @@ class PlainEngine:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve_plain, args=(theirs, model, cpus))
-        self._process.start()
+        # OpenMP reads its number of threads when it is loaded, which may be before any Python runs.
+        here = os.environ["OMP_NUM_THREADS"]
+        os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+        try:
+            self._process.start()
+        finally:
+            os.environ["OMP_NUM_THREADS"] = here
         theirs.close()
         self._connection.recv()
 
@@ -132,9 +140,11 @@ class PlainEngine:
 
 
 def _serve_plain(connection: Connection, model: Path, cpus: Sequence[int]) -> None:
-    # Before anything starts OpenMP.
+    import torch
+
     os.sched_setaffinity(0, cpus)
-    os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+    if torch.get_num_threads() != len(cpus):
+        raise RuntimeError(f"{torch.get_num_threads()} threads for the cores {cpus}")
     llm = start(model)
     connection.send("ready")
     try:

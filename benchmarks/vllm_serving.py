@@ -214,8 +214,8 @@ def main() -> None:
         model = make_checkpoint(
             Path(name) / "model", "deepseek_v2", num_hidden_layers=given.layers, **SIZES
         )
-        engine = AFDEngine(model, theirs)
         plain = None if given.without_plain else PlainEngine(model, [*ours, *theirs])
+        engine = AFDEngine(model, theirs)
         passed = _compare(engine, plain, given.least, given.most)
         if plain is not None:
             plain.close()
