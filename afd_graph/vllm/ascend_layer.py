@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from afd_graph.errors import UnsupportedError
+from afd_graph.ffn.program import Expression, FFNProgram
 
 _PLAIN = "AscendUnquantizedFusedMoEMethod"
 _ND = 2
@@ -113,13 +115,41 @@ def shared(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     return layer._shared_experts_part2(rows, layer._shared_experts_part1(rows))
 
 
-def expert_weights(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights as vLLM-Ascend packs them: ``[experts, hidden, 2 * inner]``, gate before up, and
-    ``[experts, inner, hidden]``.
+def ascend_program(number: int, name: str, layer: Any) -> FFNProgram:
+    """The routed experts of a layer, over its weights as vLLM-Ascend packs them.
+
+    They are ``[experts, hidden, 2 * inner]``, gate before up, and ``[experts, inner, hidden]``:
+    what the grouped products take, without a copy.
 
     Raises:
-        UnsupportedError: they are in a format of their own, whose memory is not that of the shape.
+        UnsupportedError: they are in a format of the NPU, whose memory is not that of the shape.
     """
+    w13, w2 = _plain_weights(layer, name)
+    graph = fx.Graph()
+    rows, counts = graph.placeholder("rows"), graph.placeholder("counts")
+    up, down = graph.placeholder("w13"), graph.placeholder("w2")
+    product, aten = torch.ops.afd.grouped_mm.default, torch.ops.aten
+    both = graph.call_function(product, (rows, up, counts))
+    gate, value = (
+        graph.call_function(aten.slice.Tensor, (both, 1, start, start + w2.shape[1]))
+        for start in (0, w2.shape[1])
+    )
+    inner = graph.call_function(
+        aten.mul.Tensor, (graph.call_function(aten.silu.default, (gate,)), value)
+    )
+    graph.output(graph.call_function(product, (inner, down, counts)))
+    return FFNProgram(
+        layer=number,
+        name=name,
+        num_experts=w13.shape[0],
+        hidden_size=w13.shape[1],
+        dtype=w13.dtype,
+        routed=Expression(graph, [(f"{name}.w13", w13), (f"{name}.w2", w2)]),
+        key=f"layer {number}",
+    )
+
+
+def _plain_weights(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     experts = experts_of(layer)
     w13, w2 = experts.w13_weight.data, experts.w2_weight.data
     for weight in (w13, w2):

@@ -15,6 +15,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from afd_graph.errors import UnsupportedError
+from afd_graph.vllm import ascend_layer
 
 _library = torch.library.Library("afd", "FRAGMENT")
 _library.define(
@@ -41,6 +42,9 @@ def checked_layer(layer: Any, name: str) -> Any:
     Raises:
         UnsupportedError: what cannot be taken out, by name.
     """
+    if ascend_layer.is_ascend_layer(layer):
+        ascend_layer.check_ascend_layer(layer, name)
+        return layer
     problem = None
     if layer is None:
         problem = "the model has no such MoE layer"
@@ -65,6 +69,8 @@ def _route(
     layer_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer = moe_layer(layer_name)
+    if ascend_layer.is_ascend_layer(layer):
+        return ascend_layer.route(layer, hidden, router_logits)
     layer.routed_experts._ensure_moe_quant_config_init()
     if layer.gate is not None:
         router_logits, _ = layer.gate(hidden)
@@ -89,7 +95,10 @@ def _route_fake(
 
 
 def _shared(rows: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return moe_layer(layer_name).shared_experts._layer(rows)
+    layer = moe_layer(layer_name)
+    if ascend_layer.is_ascend_layer(layer):
+        return ascend_layer.shared(layer, rows)
+    return layer.shared_experts._layer(rows)
 
 
 def _shared_fake(rows: torch.Tensor, layer_name: str) -> torch.Tensor:

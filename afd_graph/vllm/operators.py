@@ -25,6 +25,9 @@ ATTENTIONS = (
 STAGED = (*KV_UPDATES, *ATTENTIONS)
 """Operators that have to see the metadata of their own stage."""
 
+PREFETCHES = ("vllm::prefetch_preprocess", "vllm::prefetch_postprocess")
+"""vLLM-Ascend's prefetch of weights, which counts the layers of a step as they are called."""
+
 FUSED_MOE = "_C::cpu_fused_moe"
 """The routed experts of a layer where vLLM's CPU platform traces the layer inline."""
 
@@ -45,6 +48,15 @@ def operator_name(node: fx.Node) -> str | None:
     if isinstance(target, OpOverloadPacket):
         return target._qualified_op_name
     return None
+
+
+def reads_context(node: fx.Node) -> bool:
+    """Whether a call finds its layer in the forward context, and is not known to this package."""
+    name = operator_name(node)
+    if name is None or not name.startswith("vllm::") or name in STAGED:
+        return False
+    names = (argument.name for argument in overload(node)._schema.arguments)
+    return name in PREFETCHES or "layer_name" in names
 
 
 def overload(node: fx.Node) -> OpOverload:

@@ -91,7 +91,9 @@ class PiecewiseBackend:
             prefix=self._backend.prefix + _STAGED_PREFIX,
             is_encoder=self._backend.is_encoder,
         )
-        return unsplit, other(two_stages, [*example_inputs, *sizes])
+        # What the pieces' compiler learns about sizes of ours is nothing that Dynamo can check.
+        with _compat.guards_on(sizes):
+            return unsplit, other(two_stages, [*example_inputs, *sizes])
 
 
 class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]

@@ -23,6 +23,7 @@ from afd_graph.report import LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel
 from afd_graph.tracing import Tracer
 from afd_graph.vllm.ascend import is_ascend
+from afd_graph.vllm.ascend_layer import ascend_program, is_ascend_layer
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
@@ -61,7 +62,7 @@ class FFNSide:
                 f"({offered})",
                 remedy=f"set credits to {offered} or less",
             )
-        self.channel = Channel(
+        self.channel = (self.connector.channel_type or Channel)(
             self.connector,
             credits=config.credits or offered,
             timeout_s=config.timeout_s,
@@ -152,8 +153,12 @@ class ServedModel:
 
     def _bind(self, inputs: Sequence[Any]) -> None:
         """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
-        load_kernels()
         for number, source in enumerate(self._programs.experts):
+            layer = None if source.inputs else moe_layer(source.name)
+            if is_ascend_layer(layer):
+                self._bind_ascend(number, source, layer)
+                continue
+            load_kernels()
             weights, activation, isa, top_k, shared = self._weights(source, inputs)
             w13, w2 = weights[0], weights[1]
             assert w13 is not None
@@ -168,6 +173,16 @@ class ServedModel:
                 LayerReport(number, source.name, w13.shape[0], top_k, shared, source.gate)
             )
         self._bound = True
+
+    def _bind_ascend(self, number: int, source: ExpertSource, layer: Any) -> None:
+        """Announce experts that other ranks hold; vLLM-Ascend keeps its own copy."""
+        program = ascend_program(number, source.name, layer)
+        self._connector.add_program(program)
+        self._channel.num_experts[number] = program.num_experts
+        top_k, shared = layer.moe_config.experts_per_token, int(layer._shared_experts is not None)
+        self.report.layers.append(
+            LayerReport(number, source.name, program.num_experts, top_k, shared, source.gate)
+        )
 
     @staticmethod
     def _weights(

@@ -31,7 +31,14 @@ from torch import fx
 from afd_graph.errors import UnsupportedError
 from afd_graph.passes.graph_tools import source_line
 from afd_graph.passes.token_flow import DISPATCH, RECEIVE
-from afd_graph.vllm.operators import STAGED, arguments, layer_name, operator_name, overload
+from afd_graph.vllm.operators import (
+    STAGED,
+    arguments,
+    layer_name,
+    operator_name,
+    overload,
+    reads_context,
+)
 from afd_graph.vllm.stage_ops import stage_op
 
 _library = torch.library.Library("afd", "FRAGMENT")
@@ -121,6 +128,8 @@ class _Splitter:
             found = self.parts.get((source, stage))
             return self.whole[source] if found is None else found
 
+        if reads_context(node):
+            raise _refused(f"{operator_name(node)} may depend on the step's other tokens", node)
         if operator_name(node) in STAGED:
             new = self._staged_call(node, stage, mine)
         else:

@@ -92,23 +92,44 @@ def use(vllm: str, vllm_ascend: str) -> None:
 
     scipy.stats.norm = SimpleNamespace(ppf=lambda q: {0.75: 0.6744897501960817}[q])
 
+    import torch_npu
+
+    torch_npu.__version__ = "stand-in"  # only a key of a compile cache
     npu = _Module("torch.npu")
     npu.is_available = lambda: False  # type: ignore[attr-defined]
+    npu.graph_pool_handle = lambda: (0, 0)  # type: ignore[attr-defined]
+    npu.current_device = lambda: "cpu"  # type: ignore[attr-defined]
     npu.Event = _Event  # type: ignore[attr-defined]
     npu.current_stream = lambda: SimpleNamespace(  # type: ignore[attr-defined]
         record_event=_Event, wait_event=lambda event: None
     )
     torch.utils.rename_privateuse1_backend("npu")
+    torch.utils.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
     torch.npu = npu  # type: ignore[attr-defined]
     sys.modules["torch.npu"] = npu
     torch.Tensor.npu = lambda self, *args, **kwargs: self  # type: ignore[attr-defined]
     _without_pinned_memory(torch)
+    _register_for_cpu()
     # Replaces parts of torchair, which is not here; only vLLM-Ascend 0.18 has it.
     name = "vllm_ascend.patch.worker.patch_npugraph_ex_triton"
     sys.modules[name] = ModuleType(name)
     # Registers the operators before anything asks for one of their modules in another order,
     # which would be a circular import.
     import vllm_ascend.ops
+
+
+def _register_for_cpu() -> None:
+    """vLLM-Ascend registers the functions of its operators for NPUs: here they run on CPU."""
+    from vllm.utils import torch_utils
+
+    original = torch_utils.direct_register_custom_op
+
+    def register(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("dispatch_key") == "PrivateUse1":
+            kwargs["dispatch_key"] = "CPU"
+        original(*args, **kwargs)
+
+    torch_utils.direct_register_custom_op = register
 
 
 def _without_pinned_memory(torch: Any) -> None:

@@ -7,6 +7,7 @@ The runner is made without its constructor, which wants a device: its attributes
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ MODEL = {
     "moe_layer_freq": 1,
     "first_k_dense_replace": 1,
     "norm_topk_prob": False,
-    "scoring_func": "softmax",
+    "scoring_func": "sigmoid",  # for which vLLM-Ascend has a route in plain PyTorch
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -111,9 +112,10 @@ def random_step(seed: int) -> Step:
     return Step(counts, contexts, prompts, blocks.reshape(len(counts), -1))
 
 
-def vllm_config(folder: Path, **changes: Any) -> Any:
+def vllm_config(folder: Path, afd: dict[str, Any] | None = None, **changes: Any) -> Any:
     """vLLM's configuration, completed by the platform of vLLM-Ascend."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm_ascend.ascend_config import AscendCompilationConfig
 
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -124,9 +126,13 @@ def vllm_config(folder: Path, **changes: Any) -> Any:
         "max_num_batched_tokens": MAX_TOKENS,
         "enable_chunked_prefill": True,
         "compilation_config": {"cudagraph_mode": "PIECEWISE"},
-        "additional_config": {"afd": {"split": "token", "connector": "cam"}},
         **changes,
     }
+    # Patterns of operators that are not here; the first configuration of a process decides.
+    known = (*inspect.signature(AscendCompilationConfig).parameters, "fuse_muls_add")
+    off = {name: False for name in known if name.startswith("fuse_")}
+    given = {"split": "token", "connector": "cam"} if afd is None else afd
+    options["additional_config"] = {"afd": given, "ascend_compilation_config": off}
     return EngineArgs(model=str(folder), skip_tokenizer_init=True, **options).create_engine_config()
 
 

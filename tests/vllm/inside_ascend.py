@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # the emulator of CAM's operators
+
 import ascend_stand_ins
 
 CHECKS: list[Callable[[], None]] = []
@@ -366,11 +368,6 @@ def attention_runs_in_the_context_of_its_stage() -> None:
             called.append((name, metadata, get_forward_context().num_tokens))
             rest[-1].copy_(hidden * 2)
 
-    # The published operator is registered for NPUs only.
-    import vllm_ascend.ops.mla as module
-
-    library = torch.library.Library("vllm", "FRAGMENT")
-    library.impl("mla_forward", module.mla_forward, "CPU")
     operator = stage_op(torch.ops.vllm.mla_forward.default)
     prefix = steps.LAYERS[1].removesuffix(".attn")
     SETUP.config.compilation_config.static_forward_context[prefix] = Layer()
@@ -392,6 +389,160 @@ def attention_runs_in_the_context_of_its_stage() -> None:
     graph = torch.fx.Graph()
     node = graph.call_function(operator, (1, None, False, None, prefix))
     assert staged_layer(node) == prefix
+
+
+@check
+def a_model_is_split_behind_its_compiler() -> None:
+    import ascend_model
+    import ascend_steps as steps
+    import cam_emulator
+    import torch
+    import vllm_ascend.ascend_forward_context as context_module
+    import vllm_ascend.distributed.parallel_state as groups
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+    from vllm.distributed import get_tp_group
+
+    from afd_graph.lowering.ascend import ir_table
+    from afd_graph.vllm import plugin, runner_hook
+    from afd_graph.vllm.served import served_models
+    from afd_graph.vllm.stage_context import StagedMetadata
+
+    cam_emulator.install()
+    ir_table.MAX_ROWS = 1024
+    world = cam_emulator.World(1, 1, patience_s=120)
+    options = {
+        "attention_ranks": 1,
+        "ffn_ranks": 1,
+        "rank": 0,
+        "max_tokens": steps.MAX_TOKENS,
+        "group_name": world.name,
+        "device": "cpu",
+    }
+    plugin.register()
+    config = steps.vllm_config(
+        SETUP.folder / "model", {"connector": "cam", "connector_options": options}
+    )
+    groups._MC2 = get_tp_group()
+    ascend_model.register_kernels()
+    model, attentions = ascend_model.build(config)
+    layers = [(f"model.layers.{i}.mlp.experts", model.model.layers[i].mlp.experts) for i in (1, 2)]
+    ascend_model.FFNRank(world, layers)
+    SETUP.layer, SETUP.unpacked = layers[0][1], model.model.layers[1].mlp.unpacked
+    runner = SETUP.new_runner()
+    runner.vllm_config = config
+
+    def run(step: Any, unsplit: bool) -> tuple[Any, Any]:
+        for attention in attentions:
+            attention.cache.copy_(attention.filled)
+        runner.__dict__.pop("_afd_options", None)
+        chosen = runner_hook.options_of_runner(runner)
+        if unsplit:
+            changed = chosen.config.replace(min_split_tokens=10**6)
+            runner._afd_options = dataclasses.replace(chosen, config=changed)
+        arguments = steps.load(runner, step)
+        tokens, padded = arguments["num_tokens"], arguments["num_tokens_padded"]
+        with set_current_vllm_config(config), torch.no_grad():
+            metadata, _ = runner._build_attention_metadata(**arguments)
+            draw = torch.Generator().manual_seed(tokens)
+            ids = torch.randint(0, 512, (padded,), generator=draw)
+            positions = torch.zeros(padded, dtype=torch.int64)
+            positions[:tokens] = torch.from_numpy(step.positions)
+            with context_module.set_ascend_forward_context(
+                metadata,
+                config,
+                num_tokens=padded,
+                num_actual_tokens=tokens,
+                aclgraph_runtime_mode=CUDAGraphMode.NONE,
+                model_instance=model,
+            ):
+                return metadata, model.model(ids, positions, None)[:tokens].float()
+
+    for seed in range(12):
+        step = steps.random_step(seed)
+        _, expected = run(step, unsplit=True)
+        metadata, found = run(step, unsplit=False)
+        assert isinstance(metadata, StagedMetadata), seed
+        error = (found - expected).norm() / expected.norm()
+        assert error < 0.01, f"seed {seed}: {error}"
+    (served,) = served_models()
+    assert served.report.steps_split == 12
+    assert served.report.steps_unsplit == {"below_min_tokens": 12}
+    assert {"PrefillNoCache", "DecodeOnly", "ChunkedPrefill"} <= attentions[1].seen
+    served.close()
+    assert world.overwritten == 0
+    assert {layer for _, _, layer, _ in world.log} >= {0, 1}
+
+
+@check
+def an_opened_layer_is_the_dense_one() -> None:
+    import torch
+
+    from afd_graph.ffn.executor import FFNExecutor
+    from afd_graph.vllm import ascend_layer
+
+    layer, (w13, w2) = SETUP.layer, SETUP.unpacked  # made by the check before
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randn(9, w13.shape[2], generator=draw).bfloat16()
+    logits = torch.randn(9, w13.shape[0], generator=draw)
+    weights, ids = ascend_layer.route(layer, rows, logits)
+    expected = logits.sigmoid().topk(2)
+    assert torch.equal(ids.long().sort().values, expected.indices.sort().values)
+    assert (weights.sort().values - expected.values.sort().values).abs().max() < 0.01
+    ascend_layer.check_ascend_layer(layer, "a layer")
+    executor = FFNExecutor()
+    program = ascend_layer.ascend_program(0, "a layer", layer)
+    executor.add(program)
+    from afd_graph.connectors.base import WorkItem
+
+    for expert in range(len(w13)):
+        counts = [len(rows) * (number == expert) for number in range(len(w13))]
+        found, _ = executor.run(WorkItem(layer=0, stage=0, rows=rows, counts=counts))
+        gate, up = (rows.float() @ w13[expert].float().T).chunk(2, -1)
+        dense = (torch.nn.functional.silu(gate) * up) @ w2[expert].float().T
+        error = (found.float() - dense).norm() / dense.norm()
+        assert error < 0.02, error
+
+
+@check
+def layers_that_cannot_be_opened_are_named() -> None:
+    import pytest
+    import torch
+
+    from afd_graph.errors import UnsupportedError
+    from afd_graph.vllm.ascend_layer import check_ascend_layer, experts_of
+
+    layer = SETUP.layer
+    check_ascend_layer(layer, "mlp")
+    experts = experts_of(layer)
+    for owner, name, value, message in (
+        (layer, "_expert_map", torch.zeros(8), "its experts are mapped to ranks"),
+        (layer, "apply_router_weight_on_input", True, "applied before the experts"),
+        (experts, "zero_expert_num", 2, "some of its experts compute nothing"),
+        (experts, "_ascend_moe_lora_context", object(), "its experts have LoRA"),
+        (layer.moe_config, "has_bias", True, "its experts have biases"),
+    ):
+        before = getattr(owner, name, None)
+        object.__setattr__(owner, name, value)
+        with pytest.raises(UnsupportedError, match=f"the experts of mlp .*{message}"):
+            check_ascend_layer(layer, "mlp")
+        object.__setattr__(owner, name, before)
+    check_ascend_layer(layer, "mlp")
+
+
+@check
+def operators_that_depend_on_the_step_are_named() -> None:
+    import torch
+
+    from afd_graph.vllm.operators import reads_context
+
+    graph = torch.fx.Graph()
+    ops = torch.ops.vllm
+    for operator, depends in (
+        (ops.matmul_and_reduce, True),
+        (ops.mla_forward, False),
+        (ops.maybe_pad_and_reduce, False),
+    ):
+        assert reads_context(graph.call_function(operator.default)) == depends
 
 
 @check
