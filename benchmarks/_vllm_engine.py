@@ -115,7 +115,9 @@ class PlainEngine:
     def __init__(self, model: Path, cpus: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_plain, args=(theirs, model, cpus))
+        self._process = context.Process(
+            target=_serve_plain, args=(theirs, model, cpus), daemon=True
+        )
         # OpenMP reads its number of threads when it is loaded, which may be before any Python runs.
         here = os.environ["OMP_NUM_THREADS"]
         os.environ["OMP_NUM_THREADS"] = str(len(cpus))
@@ -140,9 +142,9 @@ class PlainEngine:
 
 
 def _serve_plain(connection: Connection, model: Path, cpus: Sequence[int]) -> None:
+    os.sched_setaffinity(0, cpus)  # before OpenMP counts them
     import torch
 
-    os.sched_setaffinity(0, cpus)
     if torch.get_num_threads() != len(cpus):
         raise RuntimeError(f"{torch.get_num_threads()} threads for the cores {cpus}")
     llm = start(model)
