@@ -125,8 +125,13 @@ def served(
 
 def test_tokens_and_counters_of_all_policies(served: Served, reference: Any) -> None:
     work = list(zip(*mixed_requests(), strict=True))
+    done: list[str] = []
     total: Counter[str] = Counter()
-    for policy in POLICIES:
+    # Which requests meet in a step is up to chance: more rounds where four had few split steps.
+    for policy in (*POLICIES, *["token"] * 4):
+        if policy in done and total["split"] >= 100 and total["mid_request"] >= 20:
+            break
+        done.append(policy)
         answers, counters = served.run(policy, work)
         assert [answer.tokens for answer in answers] == reference(served.family), policy
         streamed = [answer for i, answer in enumerate(answers) if i % 2 == 0]
@@ -135,7 +140,7 @@ def test_tokens_and_counters_of_all_policies(served: Served, reference: Any) -> 
         assert counters["split"] > 0, policy
         assert (counters["mid_request"] > 0) == (policy != "request"), policy
         total += counters
-    print(f"\nserver of {served.family}: {4 * len(work)} requests, {dict(total)}")
+    print(f"\nserver of {served.family}: {len(done) * len(work)} requests, {dict(total)}")
     assert total["split"] >= 100
     assert total["mid_request"] >= 20
     if served.family == "deepseek_v2":
