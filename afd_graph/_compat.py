@@ -430,6 +430,13 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def default_group() -> Any:
+    """The default process group."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return _get_default_group()
+
+
 def propagate_example_values(gm: fx.GraphModule) -> None:
     """Compute ``meta["example_value"]`` of every node of a Dynamo graph from that of its inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")

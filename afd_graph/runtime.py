@@ -211,7 +211,9 @@ class Channel:
             rows = self.connector.row_buffer(source.numel(), hidden.shape[1], hidden.dtype)
             torch.index_select(hidden, 0, source, out=rows)
             ticket = self.connector.send(
-                WorkItem(layer, stage, rows, counts, hidden if shared else None, tokens)
+                WorkItem(
+                    layer, stage, rows, counts, hidden if shared else None, tokens, parent_rows
+                )
             )
         except ConnectorError as error:
             raise _located(error, layer, stage) from error

@@ -22,13 +22,14 @@ COMMANDS: dict[str, str] = {
     "compile": "Compile a model ahead of time into an artifact that starts without its code.",
     "compare": "Which answers changed between two runs, and whether the split was really active.",
     "serve": "Run one rank of attention and FFN ranks over torch.distributed.",
+    "vllm-ffn": "Run the experts of a model that vLLM serves, on a rank of their own.",
     "doctor": "What is installed, which versions, and what works on this machine.",
     "report": "A run or a compile as a page, as pictures, as one Perfetto trace.",
     "costs": "What the policies cost and auto reckon with, from a traced run.",
     "simulate": "Predict throughput, latency and the best division of a cluster.",
 }
 """Name of each command -> one line of help. The command is the attribute ``command`` of the module
-of that name in this package."""
+of that name, with underscores, in this package."""
 
 
 class LazyGroup(click.Group):
@@ -42,7 +43,8 @@ class LazyGroup(click.Group):
         """Import and return a command; ``None`` for an unknown name, which click reports."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"afd_graph.cli.{cmd_name}").command
+        module = f"afd_graph.cli.{cmd_name.replace('-', '_')}"
+        command: click.Command = importlib.import_module(module).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
+from afd_graph.cli.ffn_role import run_rank, serve_experts
 from afd_graph.cli.output import note
-from afd_graph.cli.signals import Signals, Told, end
+from afd_graph.cli.signals import Signals, Told
 from afd_graph.config import SPLITS
-from afd_graph.errors import AFDError, ConfigError, ConnectorError
-
-_STATE_S = 1.0  # how often the state on a terminal is renewed
+from afd_graph.errors import ConfigError, ConnectorError
 
 
 @click.command()
@@ -121,20 +116,7 @@ def command(ctx: click.Context, role: str, **options: Any) -> None:
     """
     if options["model"] is None and options["artifact"] is None:
         raise click.UsageError("name a --model or an --artifact")
-    with Signals() as signals:
-        try:
-            _run(role, options, signals)
-        except (Told, Exception) as error:
-            if signals.name is not None:
-                note(f"afd-graph: told to stop by {signals.name}")
-                end(ctx, 128 + signal.Signals[signals.name])
-            # What happens while Dynamo compiles comes inside of an error of its own.
-            inner = getattr(error, "inner_exception", error)
-            if not isinstance(inner, AFDError):
-                traceback.print_exc()
-            click.secho(f"afd-graph: {inner}", fg="red", err=True)
-            end(ctx, 1)
-        end(ctx, 0)
+    run_rank(ctx, lambda signals: _run(role, options, signals))
 
 
 def _run(role: str, options: dict[str, Any], signals: Signals) -> None:
@@ -211,7 +193,6 @@ def _prepare_ffn(
     world: Any, checkpoint: Any, options: dict[str, Any], _: Signals
 ) -> Callable[[], None]:
     from afd_graph.ffn.checkpoint import LoadedExperts
-    from afd_graph.ffn.server import FFNServer
 
     experts: Any
     if options["artifact"]:
@@ -225,46 +206,7 @@ def _prepare_ffn(
         )
     note(f"{world.name}: loaded {experts.summary()}")
 
-    def go() -> None:
-        server = FFNServer(world, experts, options["split"])
-        signal.signal(signal.SIGUSR1, lambda *_: note(json.dumps(asdict(server.status()))))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda n, _: server.stop(signal.Signals(n).name))
-        with _state_line(lambda: _ffn_state(world, server)):
-            server.serve()
-        note(_ffn_state(world, server))
-
-    return go
-
-
-def _ffn_state(world: Any, server: Any) -> str:
-    status = server.status()
-    return (
-        f"{world.name}: {status.items} items, {status.rows} rows, busy {status.busy_share:.0%}, "
-        f"queue {status.queue}, {status.attention_ranks} attention ranks"
-    )
-
-
-@contextlib.contextmanager
-def _state_line(state: Any) -> Iterator[None]:
-    """Keep one line up to date while something runs, where somebody can see it."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    ended = threading.Event()
-
-    def show() -> None:
-        while not ended.wait(_STATE_S):
-            click.echo(f"\r\033[K{state()}", nl=False, err=True)
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        click.echo("\r\033[K", nl=False, err=True)
+    return lambda: serve_experts(world, experts, options["split"])
 
 
 # -- the attention role ----------------------------------------------------------------------------

@@ -48,14 +48,19 @@ class Signals:
             signal.signal(number, handler)
 
 
-def end(ctx: click.Context, code: int) -> NoReturn:
+def end(ctx: click.Context, code: int, *, at_once: bool = False) -> NoReturn:
     """End with ``code``, at once where threads wait in gloo.
 
     They cannot be woken, and gloo aborts a process whose interpreter ends under them.
+
+    Args:
+        ctx: of the command.
+        code: exit code.
+        at_once: there are such threads, in a group that is not the default one.
     """
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if at_once or dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -32,6 +32,8 @@ class WorkItem:
         counts: rows per expert, ``sum(counts) == m``.
         shared_rows: ``[n, hidden]`` input of the shared experts when they run on this side.
         tokens: number of tokens that the rows are of, where the sender knows.
+        parent_rows: tokens of the stage on all ranks of a tensor-parallel group, when the rows are
+            of this rank's share.
     """
 
     layer: int
@@ -40,6 +42,7 @@ class WorkItem:
     counts: Sequence[int]
     shared_rows: torch.Tensor | None = None
     tokens: int | None = None
+    parent_rows: int | None = None
 
 
 class Connector(ABC):

@@ -33,6 +33,7 @@ from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.refusals import is_known, misfit, no_credit, wrong_item
 from afd_graph.connectors.torch_distributed_watch import Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
+    NO_PARENT_ROWS,
     NO_SHARED_ROWS,
     Header,
     Kind,
@@ -262,6 +263,7 @@ class TorchDistributedConnector(Connector):
                 item.stage,
                 end - begin,
                 NO_SHARED_ROWS if shared is None else shared.shape[0],
+                NO_PARENT_ROWS if item.parent_rows is None else item.parent_rows,
                 counts=counts,
             )
             answers = [(flight.rows[begin:end], Tag.ANSWER_ROWS)]
@@ -370,6 +372,12 @@ class TorchDistributedConnector(Connector):
             self._watch.raise_failure()
             time.sleep(_PING_S)
         return [json.loads(text) for text in store.multi_get(keys)]
+
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        """Call ``call`` with what happened, on another thread, when the world has failed."""
+        assert self._watch is not None
+        watch = self._watch
+        watch.listeners.append(lambda: call(watch.failure.what if watch.failure else ""))
 
     def stop(self, why: str) -> None:
         """End the world because this rank was told to; the other ranks raise ``why``."""
@@ -493,7 +501,7 @@ class _Peer:
         self._name, self._here = world.ranks.name(rank), world.name
         self._watch = watch
         self._take = take
-        self._link = Link(rank, world.answers, world.config.latency_s)
+        self._link = Link(rank, world.requests, world.answers, world.config.latency_s)
         self._limit = timedelta(seconds=world.config.timeout_s)
         self._expected: queue.SimpleQueue[_Expected | None] = queue.SimpleQueue()
         self._headers = [header_buffer() for _ in range(world.config.credits + 1)]
@@ -522,7 +530,7 @@ class _Peer:
         return end - begin, theirs - (begin + end) // 2
 
     def announce(self, layer: int, text: bytes) -> None:
-        """Send the description of a program."""
+        """Send the description of a program; returns when the FFN rank has bound its weights."""
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         header = Header(Kind.PROGRAM, layer=layer, rows=len(text))
         encoded, work = self._link.send_header(header, Tag.REQUEST)
@@ -530,6 +538,8 @@ class _Peer:
         for waiting in (work, sent):
             waiting.wait(self._limit)
         del encoded
+        # It reads one message after the other, and an item must not wait for weights.
+        self._ping()
 
     def send_item(
         self,

@@ -108,7 +108,7 @@ class Watch:
         self._round_s = time.monotonic()
         pause_s = max(_LONGEST_PAUSE_S, world.ranks.size / _RANKS_PER_S)
         self._pause_s = min(self._timeout_s / _PARTS, pause_s)
-        self._store_holder = f"torchrun, or else in {world.ranks.name(0)},"
+        self._store_holder = world.store_holder
         self._keys = [f"beat {rank}" for rank in range(world.ranks.size)]
         self._beat()
         self._thread = threading.Thread(target=self._run, name="afd-watch", daemon=True)

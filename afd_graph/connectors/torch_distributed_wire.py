@@ -40,8 +40,9 @@ MAGIC = 0x41464447
 MAX_HEADER = 1 << 15
 """Bytes; some 4,000 experts a rank."""
 NO_SHARED_ROWS = -1
+NO_PARENT_ROWS = -1
 
-_FIXED = struct.Struct("<11q")
+_FIXED = struct.Struct("<12q")
 _CHECKSUM = struct.Struct("<q")
 _CANARY = 8
 # Receives of headers stay posted while a rank is idle; gloo's own limit would end them.
@@ -86,6 +87,8 @@ class Header:
         stage: token stage.
         rows: rows in the payload; bytes of a description.
         shared_rows: rows for the shared experts; :data:`NO_SHARED_ROWS` without them.
+        parent_rows: tokens of the stage on all ranks of the replica together, where each sends a
+            share of them; else :data:`NO_PARENT_ROWS`.
         begin_ns: when the experts began; the FFN rank's clock.
         end_ns: when they ended, or what the clock says in a PONG.
         sent_ns: when this message was sent; the sender's clock.
@@ -99,6 +102,7 @@ class Header:
     stage: int = 0
     rows: int = 0
     shared_rows: int = NO_SHARED_ROWS
+    parent_rows: int = NO_PARENT_ROWS
     begin_ns: int = 0
     end_ns: int = 0
     sent_ns: int = 0
@@ -113,7 +117,8 @@ class Header:
             tail = array("q", self.counts).tobytes()
         fixed = _FIXED.pack(
             *(MAGIC, self.kind, self.sequence, self.layer, self.stage, self.rows),
-            *(self.shared_rows, self.begin_ns, self.end_ns, self.sent_ns, len(tail)),
+            *(self.shared_rows, self.parent_rows, self.begin_ns, self.end_ns, self.sent_ns),
+            len(tail),
         )
         content = fixed + tail
         whole = bytearray(content + _CHECKSUM.pack(zlib.crc32(content)))
@@ -191,22 +196,25 @@ class Link:
 
     Args:
         peer: the other's world rank.
-        answers: process group that answers travel in; None for the default one.
+        requests: process group that requests travel in.
+        answers: process group that answers travel in.
         latency_s: delay every header by this many seconds.
     """
 
     def __init__(
-        self, peer: int, answers: dist.ProcessGroup | None, latency_s: float = 0.0
+        self,
+        peer: int,
+        requests: dist.ProcessGroup,
+        answers: dist.ProcessGroup,
+        latency_s: float = 0.0,
     ) -> None:
         self.peer = peer
-        self._answers = answers
+        self._requests, self._answers = requests, answers
         self._latency_ns = round(latency_s * 1e9)
 
     def send(self, tensor: torch.Tensor, tag: Tag) -> dist.Work:
         """Start sending ``tensor``, contiguous; keep it until the work is done."""
-        work = dist.isend(tensor, self.peer, self._group(tag), tag)
-        assert work is not None
-        return work
+        return self._group(tag).send([tensor], self.peer, tag)
 
     def send_header(self, header: Header, tag: Tag) -> tuple[torch.Tensor, dist.Work]:
         """Start sending ``header``; keep both returned values until the work is done."""
@@ -217,16 +225,12 @@ class Link:
     def post(self, buffer: torch.Tensor, tag: Tag) -> Posted:
         """Post the receive of rows into ``buffer``, which they fill."""
         canary = arm(buffer)
-        work = dist.irecv(buffer, self.peer, self._group(tag), tag)
-        assert work is not None
-        return Posted(buffer, work, canary)
+        return Posted(buffer, self._group(tag).recv([buffer], self.peer, tag), canary)
 
     def post_header(self, buffer: torch.Tensor, tag: Tag) -> Posted:
         """Post the receive of a header into ``buffer`` of :data:`MAX_HEADER` bytes."""
         buffer[: _FIXED.size].zero_()
-        work = dist.irecv(buffer, self.peer, self._group(tag), tag)
-        assert work is not None
-        return Posted(buffer, work, b"")
+        return Posted(buffer, self._group(tag).recv([buffer], self.peer, tag), b"")
 
     def read_header(self, posted: Posted) -> Header:
         """Wait for a header and decode it; with an emulated latency, not before its time."""
@@ -238,8 +242,8 @@ class Link:
             time.sleep(max(0.0, rest * 1e-9))
         return header
 
-    def _group(self, tag: Tag) -> dist.ProcessGroup | None:
-        return self._answers if tag >= Tag.ANSWER else None
+    def _group(self, tag: Tag) -> dist.ProcessGroup:
+        return self._answers if tag >= Tag.ANSWER else self._requests
 
 
 def header_buffer() -> torch.Tensor:

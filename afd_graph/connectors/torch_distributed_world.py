@@ -31,6 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from afd_graph import _compat
 from afd_graph._version import __version__
+from afd_graph.connectors.torch_distributed_meeting import (
+    make_group,
+    open_store,
+    parse_address,
+    take_place,
+)
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.validation import (
     check_capacity,
@@ -40,14 +46,16 @@ from afd_graph.validation import (
     parse_bool,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages; ranks of different versions do not talk."""
 
 _BACKENDS = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl"}
 _POLL_S = 0.05
 _READ_S = 5.0  # longest that rank 0 waits for the others to read what it read
+_TOLD_S = 1.0  # how long rank 0 stays when somebody gave up
 _MAX_ROWS = 1 << 31
 LEAST_TIMEOUT_S = 0.5
+_OF_ONE_RANK = ("address", "rank", "connect_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class WorldConfig:
             ranks of the process group that are left.
         tp_size: attention ranks of one replica. An FFN rank serves a dispatch when all of them
             have sent their part.
-        max_tokens: most tokens of one replica's step; a rank dispatches at most its share.
+        max_tokens: most tokens of one replica's step; a rank dispatches at most its share. An FFN
+            rank may give 0 and takes that of the attention ranks.
         dynamic_quant: send int8 rows with one fp32 scale each to the experts.
         credits: un-received dispatches of one attention rank.
         model: fingerprint of the checkpoint (:meth:`afd_graph.checkpoint.Checkpoint.fingerprint`);
@@ -72,6 +81,9 @@ class WorldConfig:
         timeout_s: seconds after which a rank that does not respond is an error.
         connect_timeout_s: seconds that ranks may take to start and to load their weights.
         latency_s: seconds by which every message is delayed; for benchmarks on one machine.
+        address: ``HOST:PORT`` where attention rank 0 listens, for ranks without a process group in
+            common (:mod:`torch_distributed_meeting`); needs ``attention_ranks`` and ``rank``.
+        rank: this rank, with an ``address``.
     """
 
     ffn_ranks: int
@@ -87,17 +99,21 @@ class WorldConfig:
     timeout_s: float = 60.0
     connect_timeout_s: float = 600.0
     latency_s: float = 0.0
+    address: str = ""
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ffn_ranks", "tp_size", "max_tokens", "credits"):
+        for name in ("ffn_ranks", "tp_size", "credits"):
             check_integer(name, getattr(self, name), least=1)
+        check_integer("max_tokens", self.max_tokens, least=0)
         object.__setattr__(self, "dynamic_quant", parse_bool("dynamic_quant", self.dynamic_quant))
-        check_capacity(
-            max_tokens=self.max_tokens,
-            tensor_parallel_size=self.tp_size,
-            receive_capacity=_MAX_ROWS,
-            max_sequence_rows=_MAX_ROWS,
-        )
+        if self.max_tokens:
+            check_capacity(
+                max_tokens=self.max_tokens,
+                tensor_parallel_size=self.tp_size,
+                receive_capacity=_MAX_ROWS,
+                max_sequence_rows=_MAX_ROWS,
+            )
         if self.device not in _BACKENDS:
             raise ConfigError(
                 f"device={self.device!r} is not known", remedy=f"use one of {tuple(_BACKENDS)}"
@@ -123,6 +139,27 @@ class WorldConfig:
                     f"attention_ranks={self.attention_ranks}",
                     remedy="tp_size is the number of attention ranks of one replica",
                 )
+        if self.address:
+            self._check_address()
+
+    def _check_address(self) -> None:
+        parse_address(self.address)
+        if self.device != "cpu":
+            raise ConfigError(
+                f"an address needs device='cpu', and this is {self.device!r}",
+                remedy="start the ranks of both roles with torchrun",
+            )
+        if self.attention_ranks is None or self.rank is None:
+            raise ConfigError(
+                "an address does not tell how many ranks there are and which one this is",
+                remedy="give attention_ranks and rank as well",
+            )
+        size = self.attention_ranks + self.ffn_ranks
+        if not 0 <= self.rank < size:
+            raise ConfigError(
+                f"rank={self.rank!r} is not in a world of {size} ranks",
+                remedy="attention ranks come first, then the FFN ranks",
+            )
 
     @property
     def backend(self) -> str:
@@ -195,26 +232,27 @@ class World:
         ranks: roles.
         rank: this rank.
         tp_group: process group of this replica; None for one rank, and on FFN ranks.
-        answers: process group that answers travel in; None is the default one. On a device it is
-            one of its own, because a device runs the transfers of a pair of ranks in one group
-            one after the other.
+        requests: process group of all ranks.
+        answers: process group that answers travel in. On a device it is one of its own, because
+            a device runs the transfers of a pair of ranks in one group one after the other.
+        store_holder: who holds the store, in words.
     """
 
     def __init__(self, config: WorldConfig) -> None:
         self.config = config
-        if not dist.is_initialized():
-            try:
-                dist.init_process_group(
-                    config.backend, timeout=timedelta(seconds=config.connect_timeout_s)
-                )
-            except (RuntimeError, ValueError) as error:
-                raise ConnectorError(
-                    f"the process group was not made: {error}".splitlines()[0],
-                    remedy="start all ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
-                    "and MASTER_PORT",
-                ) from error
-        size, self.rank = dist.get_world_size(), dist.get_rank()
-        self._store: Any = dist.PrefixStore("afd", _compat.default_store())
+        if config.address:
+            assert config.rank is not None
+            assert config.attention_ranks is not None
+            self.rank = config.rank
+            size = config.attention_ranks + config.ffn_ranks
+            store = open_store(
+                config.address, listen=self.rank == 0, timeout_s=config.connect_timeout_s
+            )
+        else:
+            _init_default_group(config)
+            size, self.rank = dist.get_world_size(), dist.get_rank()
+            store = _compat.default_store()
+        self._store: Any = dist.PrefixStore("afd", store)
         attention = config.attention_ranks or size - config.ffn_ranks
         # Before any group is made: a rank with another topology would make other groups, and the
         # ranks would wait for each other.
@@ -224,6 +262,9 @@ class World:
             "tp_size": config.tp_size,
             "device": config.device,
         }
+        if config.address:
+            self._check_topology(topology)
+            take_place(self._store, self.rank)
         told = self._exchange("topology", topology, [f"rank {rank}" for rank in range(size)])
         check_ranks_agree(told)
         if attention < 1 or attention + config.ffn_ranks != size or attention % config.tp_size:
@@ -233,8 +274,14 @@ class World:
                 remedy="start attention_ranks + ffn_ranks processes",
             )
         self.ranks = Ranks(attention, config.ffn_ranks, config.tp_size)
-        limit = timedelta(seconds=config.timeout_s)
+        self.store_holder = self.ranks.name(0)
         self.tp_group: dist.ProcessGroup | None = None
+        if config.address:
+            self.requests = make_group(self._store, self.rank, size, config.connect_timeout_s)
+            self.answers = self.requests
+            return
+        self.store_holder = f"torchrun, or else in {self.store_holder},"
+        limit = timedelta(seconds=config.timeout_s)
         if config.tp_size > 1:
             # Every rank takes part in making every group.
             for replica in range(attention // config.tp_size):
@@ -242,7 +289,7 @@ class World:
                 group = dist.new_group(members, timeout=limit)
                 if self.rank in members:
                     self.tp_group = group
-        self.answers: dist.ProcessGroup | None = None
+        self.requests = self.answers = _compat.default_group()
         if config.device != "cpu":
             self.answers = dist.new_group(backend=config.backend)
 
@@ -289,15 +336,31 @@ class World:
             ConnectorError: ranks did not come within ``connect_timeout_s``, or one gave up.
         """
         facts = dataclasses.asdict(dataclasses.replace(self.config, policy=policy))
-        for known in ("device", "connect_timeout_s", "ffn_ranks", "attention_ranks", "tp_size"):
+        for known in (*_OF_ONE_RANK, "device", "ffn_ranks", "attention_ranks", "tp_size"):
             del facts[known]
         facts["version"] = f"{__version__} (protocol {PROTOCOL}, torch {torch.__version__})"
         names = [self.ranks.name(rank) for rank in range(self.ranks.size)]
         settings = self._exchange("settings", facts, names)
-        stated = settings[names[0]]["policy"]
+        stated = settings[names[0]]
         for name in names[self.ranks.attention :]:
-            settings[name]["policy"] = settings[name]["policy"] or stated
+            for left in ("policy", "max_tokens"):
+                settings[name][left] = settings[name][left] or stated[left]
         check_ranks_agree(settings)
+        if not stated["max_tokens"]:
+            raise ConfigError(
+                f"{names[0]} was given max_tokens=0",
+                remedy="only an FFN rank may leave it to the attention ranks",
+            )
+        self.config = dataclasses.replace(self.config, max_tokens=stated["max_tokens"])
+
+    def _check_topology(self, mine: dict[str, Any]) -> None:
+        """Compare with attention rank 0: ranks that count differently could share a number."""
+        theirs = self.share("topology", mine if self.rank == 0 else None)
+        try:
+            check_ranks_agree({"attention rank 0": theirs, "this rank": mine})
+        except ConfigError as error:
+            self._tell_failure(f"a rank failed before the handshake: {error}")
+            raise
 
     def _exchange(
         self, what: str, facts: dict[str, Any], names: list[str]
@@ -340,28 +403,46 @@ class World:
         if value is not None:
             store.set(f"shared {name}", json.dumps(value))
             return value
-        while not store.check([f"shared {name}"]):
+        while not self._asked(store.check, [f"shared {name}"]):
             self._raise_if_given_up(store)
             time.sleep(_POLL_S)
         return json.loads(store.get(f"shared {name}"))
 
     def give_up(self, error: BaseException) -> None:
         """Tell the ranks that wait in :meth:`agree` that this one will not come."""
+        self._tell_failure(f"{self.name} failed before the handshake: {error}")
+
+    def _tell_failure(self, what: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store's holder may be gone
-            self.store().set("gave up", f"{self.name} failed before the handshake: {error}")
+            self.store().set("gave up", what)
 
     def _asked(self, question: Callable[[list[str]], bool], keys: list[str]) -> bool:
         try:
             return question(keys)
         except RuntimeError as error:
             raise ConnectorError(
-                "the store of the process group is gone before the handshake, and with it the "
-                "process that holds it: torchrun, or else rank 0 (attention 0)",
+                "the store of the ranks is gone before the handshake, and with it the process "
+                "that holds it: rank 0 (attention 0), or torchrun where that started it",
                 remedy="see the messages of that process",
             ) from error
 
     def _raise_if_given_up(self, store: dist.Store) -> None:
         if store.check(["gave up"]):
+            if self.rank == 0:
+                time.sleep(_TOLD_S)  # this process may hold the store; the others read it there
             raise ConnectorError(
                 store.get("gave up").decode(), remedy="see the messages of that rank"
             )
+
+
+def _init_default_group(config: WorldConfig) -> None:
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group(config.backend, timeout=timedelta(seconds=config.connect_timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise ConnectorError(
+            f"the process group was not made: {error}".splitlines()[0],
+            remedy="start all ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT",
+        ) from error

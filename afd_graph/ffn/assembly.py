@@ -39,10 +39,12 @@ class Replicas:
         if not all(waiting):
             return None
         parts = [parts_of_rank.popleft() for parts_of_rank in waiting]
-        items = {(p.header.sequence, p.header.layer, p.header.stage) for p in parts}
-        if len(items) > 1:
+        headers = [p.header for p in parts]
+        if len({(h.sequence, h.layer, h.stage, h.parent_rows) for h in headers}) > 1:
             told = ", ".join(
-                f"rank {p.inlet.rank} layer {p.header.layer} stage {p.header.stage}" for p in parts
+                f"rank {p.inlet.rank} layer {p.header.layer} stage {p.header.stage}"
+                + (f" of {p.header.parent_rows} tokens" if p.header.parent_rows >= 0 else "")
+                for p in parts
             )
             raise ConnectorError(
                 f"the ranks of one replica dispatched different items: {told}",

@@ -92,7 +92,7 @@ class Inlet:
         self._take_item = take_item
         self._take_program = take_program
         self._take_leave = take_leave
-        self._link = Link(rank, world.answers, world.config.latency_s)
+        self._link = Link(rank, world.requests, world.answers, world.config.latency_s)
         device = world.config.device
         self._header = header_buffer()
         self._slots = [Slot(device) for _ in range(world.config.credits)]

@@ -239,8 +239,8 @@ class FFNServer:
             if layer in self._digests:
                 if self._digests[layer] != digest:
                     self._watch.fail(
-                        f"{self._world.ranks.name(rank)} announced other experts for this layer "
-                        "than a rank before",
+                        f"{self._world.ranks.name(rank)} announced other experts or another "
+                        "program for this layer than a rank before",
                         layer,
                         remedy="compile the same model on all attention ranks",
                     )
@@ -331,8 +331,8 @@ class FFNServer:
                 asked.stage,
                 asked.rows,
                 asked.shared_rows if part_shared is not None else NO_SHARED_ROWS,
-                begin,
-                end,
+                begin_ns=begin,
+                end_ns=end,
                 text="" if error is None else error.what,
             )
             try:

@@ -58,7 +58,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         """
         config = options_of(vllm_config).config
         register_stage_ops()
-        ffn = FFNSide(config)
+        ffn = FFNSide(config, vllm_config)
         try:
             log = observe.GraphLog(vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
@@ -103,7 +103,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
         observe.loaded(programs)
-        return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config))
+        return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config, vllm_config))
 
 
 def identity(vllm_config: Any) -> dict[str, str]:

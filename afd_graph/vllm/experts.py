@@ -103,7 +103,7 @@ def expert_program(
         layer: number of the layer.
         name: its module path.
         weights: w13 ``[experts, 2 * width, hidden]``, w2 ``[experts, hidden, width]`` and their
-            biases or None, packed for ``isa``.
+            biases or None, packed for ``isa``; called ``<name>.w13.<isa>`` and so on.
         dtype: of the rows.
         hidden_size: width of the rows.
         activation: vLLM's name of the activation.
@@ -116,7 +116,7 @@ def expert_program(
     for title, weight in zip(("w13", "w2", "bias13", "bias2"), weights, strict=True):
         values.append(None if weight is None else graph.placeholder(title))
         if weight is not None:
-            given.append((f"{name}.{title}", weight.detach()))
+            given.append((f"{name}.{title}.{isa}", weight.detach()))
     answer = graph.call_function(
         torch.ops.afd.vllm_experts.default, (rows, counts, *values, activation, isa)
     )

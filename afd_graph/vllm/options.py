@@ -14,6 +14,7 @@ from typing import Any
 from afd_graph.config import AFDConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
+from afd_graph.vllm.ranks import check_options
 
 BACKEND = "afd"
 """Name of the backend, for ``--compilation-config``."""
@@ -60,6 +61,8 @@ def options_of(vllm_config: Any) -> Options:
     values.setdefault("connector", "process")
     if values["connector"] == "process":
         values["connector_options"] = _for_ffn_process(values.get("connector_options") or {})
+    elif values["connector"] == "torch_distributed":
+        check_options(values.get("connector_options") or {})
     return Options(section is not None, enabled, _checked(AFDConfig.from_options(values)))
 
 

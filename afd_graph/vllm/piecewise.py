@@ -66,7 +66,7 @@ class PiecewiseBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> PiecewiseModel:
         """Called by ``torch.compile``."""
         config = options_of(self._vllm_config).config
-        ffn = FFNSide(config)
+        ffn = FFNSide(config, self._vllm_config)
         try:
             log = observe.GraphLog(self._vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)

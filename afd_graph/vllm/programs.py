@@ -10,6 +10,7 @@ passes of the core that order and verify graphs are the same.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,6 +143,16 @@ def bind_channel(programs: Programs, channel: str) -> None:
             if node.target in (DISPATCH, RECEIVE):
                 node.args = (*node.args[:-1], channel)
         gm.recompile()
+
+
+def digest(programs: Programs) -> str:
+    """Hash of what both programs do and in which order, which all ranks of a model must share."""
+    calls = hashlib.sha256()
+    for gm in (programs.unsplit, programs.split):
+        for node in () if gm is None else gm.graph.nodes:
+            target = node._pretty_print_target(node.target)
+            calls.update(f"{node.op} {target} {node.meta.get('afd_stage')}\n".encode())
+    return calls.hexdigest()[:16]
 
 
 def _schedule(steps: _Steps, name: str, graph: fx.Graph, credits: int, stages: int) -> None:

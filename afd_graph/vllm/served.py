@@ -7,6 +7,7 @@ real weights are at hand, whether the programs were just compiled or come out of
 from __future__ import annotations
 
 import logging
+import multiprocessing.util
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,17 +18,21 @@ import torch
 import afd_graph.ops  # noqa: F401  (registers the operators of the programs)
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
+from afd_graph.connectors.base import Connector
+from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.dump import write_dumped_trace, write_report
 from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel
 from afd_graph.tracing import Tracer
+from afd_graph.vllm import ranks
 from afd_graph.vllm.ascend import is_ascend
 from afd_graph.vllm.ascend_layer import ascend_program, is_ascend_layer
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
-from afd_graph.vllm.programs import ExpertSource, Programs, bind_channel
+from afd_graph.vllm.programs import ExpertSource, Programs, bind_channel, digest
+from afd_graph.vllm.shared_rows import SharedRowsChannel, check_sums
 from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
 
 log = logging.getLogger("vllm.afd_graph")
@@ -36,9 +41,18 @@ _models: weakref.WeakSet[ServedModel] = weakref.WeakSet()
 
 
 class FFNSide:
-    """Connector and channel of one model, made from its options."""
+    """Connector and channel of one model, made from its options.
 
-    def __init__(self, config: AFDConfig) -> None:
+    Args:
+        config: the options.
+        vllm_config: vLLM's configuration of the model.
+
+    Raises:
+        ConfigError: the connector does not fit this vLLM, or its ranks disagree.
+        ConnectorError: its other ranks did not come.
+    """
+
+    def __init__(self, config: AFDConfig, vllm_config: Any) -> None:
         from vllm.platforms import current_platform
 
         self.config = config
@@ -47,13 +61,20 @@ class FFNSide:
                 f"connector={config.connector!r} is not there on vLLM-Ascend",
                 remedy="set connector='cam', with the options of docs/ascend.md",
             )
-        if config.connector == "process" and not current_platform.is_cpu():
+        on_ranks = config.connector == "torch_distributed"
+        if not current_platform.is_cpu() and (on_ranks or config.connector == "process"):
             raise ConfigError(
-                "connector='process' takes rows from a CPU, and this is "
+                f"connector={config.connector!r} takes rows from a CPU, and this is "
                 f"{current_platform.device_type}",
                 remedy="there is no connector of vLLM for this device yet",
             )
-        self.connector = create_connector(config.connector, config.connector_options)
+        parallel = vllm_config.parallel_config
+        self.tensor_parallel = parallel.tensor_parallel_size, parallel.rank
+        self.connector: Connector
+        if on_ranks:
+            self.connector = ranks.make_connector(config, vllm_config)
+        else:
+            self.connector = create_connector(config.connector, config.connector_options)
         offered = self.connector.credits
         if config.credits is not None and config.credits > offered:
             self.connector.close()
@@ -62,13 +83,37 @@ class FFNSide:
                 f"({offered})",
                 remedy=f"set credits to {offered} or less",
             )
-        self.channel = (self.connector.channel_type or Channel)(
+        self.shares_rows = on_ranks and self.tensor_parallel[0] > 1
+        channel_type = SharedRowsChannel if self.shares_rows else self.connector.channel_type
+        self.channel = (channel_type or Channel)(
             self.connector,
             credits=config.credits or offered,
             timeout_s=config.timeout_s,
             check_answers=config.check_answers,
             layout_log=config.layout_log,
         )
+        self.channel.tensor_parallel = self.tensor_parallel
+
+    def take(
+        self,
+        layer: int,
+        name: str,
+        weights: Sequence[torch.Tensor | None],
+        activation: str,
+        isa: str,
+        made_by: str,
+    ) -> None:
+        """Take the experts of a layer (:func:`afd_graph.vllm.ranks.announce`)."""
+        w13, w2 = weights[0], weights[1]
+        assert w13 is not None
+        assert w2 is not None
+        if isinstance(self.connector, TorchDistributedConnector):
+            ranks.announce(self.connector, layer, name, weights, activation, isa, made_by)
+        else:
+            self.connector.add_program(
+                expert_program(layer, name, weights, w13.dtype, w2.shape[1], activation, isa)
+            )
+        self.channel.num_experts[layer] = w13.shape[0]
 
 
 class ServedModel:
@@ -79,6 +124,9 @@ class ServedModel:
         ffn: where its experts go.
         unsplit: the unsplit program, compiled; the graph itself when None.
         split: the two-stage program, compiled, likewise.
+
+    Raises:
+        UnsupportedError: tensor-parallel ranks do not sum what they receive.
 
     Attributes:
         report: what was compiled and what ran, as for any model of this package.
@@ -93,7 +141,11 @@ class ServedModel:
     ) -> None:
         self._programs = programs
         self._channel = ffn.channel
-        self._connector = ffn.connector
+        self._ffn = ffn
+        if ffn.shares_rows:
+            for program in (programs.unsplit, programs.split):
+                if program is not None:
+                    check_sums(program.graph)
         if unsplit is None:
             bind_channel(programs, ffn.channel.name)
             unsplit = programs.unsplit.forward
@@ -115,19 +167,23 @@ class ServedModel:
         if ffn.config.trace:
             self.report.trace = Tracer(ffn.channel, self.report).trace
         self._finalizer = weakref.finalize(self, _close, ffn.channel, self.report)
+        # vLLM's worker processes end without the interpreter's own exit handlers.
+        multiprocessing.util.Finalize(None, self._finalizer, exitpriority=1)
+        if isinstance(ffn.connector, TorchDistributedConnector):
+            ranks.close_with_worker(self._finalizer)
         _models.add(self)
 
     def run(self, *inputs: Any) -> Any:
         """Run one step with vLLM's inputs, inside its forward context."""
         from vllm.forward_context import get_forward_context
 
-        if not self._bound:
-            self._bind(inputs)
         metadata = get_forward_context().attn_metadata
         plan = self._programs.report.unsplit_reason or step_plan(metadata)
         pairs = getattr(metadata, "pairs", ())
         self._channel.begin_step()
         try:
+            if not self._bound:
+                self._bind(inputs)
             if isinstance(plan, str):
                 outputs = self._unsplit(*inputs)
                 self._note_unsplit(plan, pairs)
@@ -136,11 +192,20 @@ class ServedModel:
             first = plan.stages[0]
             with without_captured_graphs():
                 outputs = self._split(*inputs, plan.num_tokens, first.actual_tokens)
-        except BaseException:
-            self._channel.abandon()
+        except BaseException as error:
+            self._failed(error)
             raise
         self._count(StepTaken(plan.policy, mid_request=plan.cuts_request, pairs=pairs))
         return outputs
+
+    def _failed(self, error: BaseException) -> None:
+        """Leave a step that ``error`` ended; raises what is behind it, if that is known."""
+        failure = self._ffn.connector.failure_behind(error)
+        self._channel.abandon()
+        if self._ffn.tensor_parallel[0] > 1:
+            ranks.end_soon(f"a step failed: {failure or error}")
+        if failure is not None:
+            raise failure from error
 
     def _note_unsplit(self, reason: str, pairs: tuple[int, ...]) -> None:
         if reason not in self.report.steps_unsplit and reason not in ("profile_run", "dummy_run"):
@@ -153,6 +218,7 @@ class ServedModel:
 
     def _bind(self, inputs: Sequence[Any]) -> None:
         """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
+        made_by = digest(self._programs)
         for number, source in enumerate(self._programs.experts):
             layer = None if source.inputs else moe_layer(source.name)
             if is_ascend_layer(layer):
@@ -160,24 +226,17 @@ class ServedModel:
                 continue
             load_kernels()
             weights, activation, isa, top_k, shared = self._weights(source, inputs)
-            w13, w2 = weights[0], weights[1]
-            assert w13 is not None
-            assert w2 is not None
-            self._connector.add_program(
-                expert_program(
-                    number, source.name, weights, w13.dtype, w2.shape[1], activation, isa
-                )
-            )
-            self._channel.num_experts[number] = w13.shape[0]
+            self._ffn.take(number, source.name, weights, activation, isa, made_by)
+            experts = self._channel.num_experts[number]
             self.report.layers.append(
-                LayerReport(number, source.name, w13.shape[0], top_k, shared, source.gate)
+                LayerReport(number, source.name, experts, top_k, shared, source.gate)
             )
         self._bound = True
 
     def _bind_ascend(self, number: int, source: ExpertSource, layer: Any) -> None:
         """Announce experts that other ranks hold; vLLM-Ascend keeps its own copy."""
         program = ascend_program(number, source.name, layer)
-        self._connector.add_program(program)
+        self._ffn.connector.add_program(program)
         self._channel.num_experts[number] = program.num_experts
         top_k, shared = layer.moe_config.experts_per_token, int(layer._shared_experts is not None)
         self.report.layers.append(
@@ -209,7 +268,7 @@ class ServedModel:
         return weights, experts.activation.value, isa, top_k, shared
 
     def close(self) -> None:
-        """Stop the FFN side; the weights come back to vLLM. Idempotent."""
+        """Stop the FFN side; weights that its process took come back to vLLM. Idempotent."""
         self._finalizer()
 
 

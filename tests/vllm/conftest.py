@@ -76,6 +76,7 @@ class Engine:
         engine: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         other_entries: dict[str, str] | None = None,
+        program: str | Path = ENGINE,
         fails: bool = False,
     ) -> dict[str, Any]:
         """Results of one engine, with its log under ``log``."""
@@ -94,7 +95,7 @@ class Engine:
         log = stem.with_suffix(".log")
         with log.open("w") as out:
             code = subprocess.run(
-                [sys.executable, ENGINE, str(stem.with_suffix(".spec")), str(answer)],
+                [sys.executable, str(program), str(stem.with_suffix(".spec")), str(answer)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment(), **(environment or {})},
