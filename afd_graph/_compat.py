@@ -490,3 +490,11 @@ def _slices_as_trees() -> Iterator[None]:
         yield
     finally:
         pytree._deregister_pytree_node(slice)
+
+
+@contextmanager
+def cache_tag(tag: str) -> Iterator[None]:
+    """Put ``tag`` into the keys of all of PyTorch's compile caches, behind the user's own."""
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):
+        yield

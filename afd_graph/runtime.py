@@ -10,7 +10,9 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +27,23 @@ log = logging.getLogger(__name__)
 
 _channels: dict[str, Channel] = {}
 _names = itertools.count()
+_stored_names: ContextVar[Mapping[str, Channel] | None] = ContextVar("stored_names", default=None)
+
+
+@contextmanager
+def channel_named(name: str, opened: Channel) -> Iterator[None]:
+    """Inside, programs that were stored with the channel ``name`` use ``opened``."""
+    token = _stored_names.set({**(_stored_names.get() or {}), name: opened})
+    try:
+        yield
+    finally:
+        _stored_names.reset(token)
 
 
 def channel(name: str) -> Channel:
-    """Look up the open channel ``name``."""
+    """Look up the open channel ``name``, or what stands for it here (:func:`channel_named`)."""
     try:
-        return _channels[name]
+        return _channels.get(name) or (_stored_names.get() or {})[name]
     except KeyError:
         raise ConnectorError(
             f"channel {name!r} is not open in this process",

@@ -27,7 +27,7 @@ from afd_graph._version import __version__
 from afd_graph.errors import AFDError
 from afd_graph.vllm import cache_entry, observe
 from afd_graph.vllm.options import options_of
-from afd_graph.vllm.programs import Programs, build_programs
+from afd_graph.vllm.programs import Programs, build_programs, digest
 from afd_graph.vllm.served import FFNSide, ServedModel
 from afd_graph.vllm.stage_ops import register_stage_ops
 
@@ -47,7 +47,15 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
     def __init__(self, programs: Programs, vllm_config: Any, ffn: FFNSide) -> None:
         self._stored = dump_programs(programs, identity(vllm_config))
         self._unsealed: Path | None = None
-        self.model = ServedModel(programs, ffn)
+        ffn.check(programs)
+        self.model = ServedModel(
+            programs.experts,
+            programs.report,
+            digest(programs),
+            ffn,
+            programs.unsplit.forward,
+            None if programs.split is None else programs.split.forward,
+        )
 
     @classmethod
     def compile(cls, gm: fx.GraphModule, vllm_config: Any) -> CompiledModel:
@@ -62,7 +70,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         try:
             log = observe.GraphLog(vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
-            log.finish(programs)
+            log.finish(programs.experts, programs.report)
             compiled = cls(programs, vllm_config, ffn)
             compiled._unsealed = cache_entry.entry_path(vllm_config)
             return compiled
@@ -102,7 +110,7 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         register_stage_ops()
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
-        observe.loaded(programs)
+        observe.loaded(programs.experts, programs.report)
         return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config, vllm_config))
 
 
@@ -142,13 +150,29 @@ def dump_programs(programs: Programs, made_by: dict[str, str]) -> bytes:
         None if gm is None else _compat.pickled_graph(_bare(gm))
         for gm in (programs.unsplit, programs.split)
     ]
-    content = pickle.dumps((graphs, programs.experts, programs.report))
-    body = pickle.dumps((made_by, content))
-    return hashlib.sha256(body).digest() + body
+    return seal(pickle.dumps((graphs, programs.experts, programs.report)), made_by)
 
 
 def load_programs(data: bytes, expected: dict[str, str]) -> Programs:
     """Read what :func:`dump_programs` stored.
+
+    Raises:
+        AFDError: it was made by something else than ``expected``, or is damaged.
+    """
+    graphs, experts, report = pickle.loads(unseal(data, expected))
+    unsplit, split = (None if g is None else _compat.unpickled_graph(g) for g in graphs)
+    assert unsplit is not None
+    return Programs(unsplit, split, experts, report)
+
+
+def seal(content: bytes, made_by: dict[str, str]) -> bytes:
+    """``content`` with what it was made by and a checksum over both."""
+    body = pickle.dumps((made_by, content))
+    return hashlib.sha256(body).digest() + body
+
+
+def unseal(data: bytes, expected: dict[str, str]) -> bytes:
+    """The content that :func:`seal` was given.
 
     Raises:
         AFDError: it was made by something else than ``expected``, or is damaged.
@@ -165,10 +189,8 @@ def load_programs(data: bytes, expected: dict[str, str]) -> Programs:
             if made_by.get(name) != value
         ]
         raise AFDError(f"the stored model was compiled by something else: {'; '.join(differ)}")
-    graphs, experts, report = pickle.loads(content)
-    unsplit, split = (None if g is None else _compat.unpickled_graph(g) for g in graphs)
-    assert unsplit is not None
-    return Programs(unsplit, split, experts, report)
+    assert isinstance(content, bytes)
+    return content
 
 
 def _bare(gm: fx.GraphModule) -> fx.GraphModule:

@@ -5,7 +5,8 @@ The graph that vLLM compiles writes into buffers, often through views: ``q[..., 
 the order of the graph. This module finds what each node must come after besides its inputs, so
 that the graph may be put in another order without changing its meaning.
 
-1. every value has roots: the values whose memory it may share. A view has those of its source;
+1. every value but a size has roots: the values whose memory it may share. A view has those of
+   its source;
 2. a node that reads a root comes after the last node that wrote it;
 3. a node that writes a root comes after everything that used it before.
 
@@ -75,10 +76,13 @@ def hidden_needs(graph: fx.Graph) -> Mapping[fx.Node, set[fx.Node]]:
     on_layer: dict[str, list[fx.Node]] = defaultdict(list)
     needs: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     for node in graph.nodes:
+        if isinstance(node.meta.get("example_value"), (int, torch.SymInt)):
+            roots[node] = frozenset()  # A size has no memory.
+            continue
         if node.op in ("placeholder", "get_attr"):
             roots[node] = frozenset({node})
             continue
-        writes, shares = _effects(node)
+        writes, shares = effects(node)
         roots[node] = frozenset({node}.union(*(roots[source] for source in shares)))
         touched = frozenset().union(*(roots[source] for source in node.all_input_nodes))
         for root in sorted(touched):
@@ -107,7 +111,7 @@ def _stage(call: fx.Node) -> int:
     return stage
 
 
-def _effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def effects(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The inputs that ``node`` writes, and those whose memory its value may share."""
     inputs = list(node.all_input_nodes)
     if node.op == "output":

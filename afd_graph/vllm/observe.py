@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import fx
 
 from afd_graph import _compat
 from afd_graph.config import AFDConfig
-from afd_graph.report import Report
-from afd_graph.vllm.programs import Programs
+from afd_graph.report import GraphReport, Report
+from afd_graph.vllm.programs import ExpertSource
 
 log = logging.getLogger("vllm.afd_graph")
 
@@ -47,11 +48,11 @@ class GraphLog:
             path = folder / f"afd.{self._number}.{name}.py"
             path.write_text(gm.print_readable(print_output=False))
 
-    def finish(self, programs: Programs) -> None:
+    def finish(self, experts: Sequence[ExpertSource], found: GraphReport) -> None:
         """Say what came out, in one line."""
-        for failure in programs.report.no_match:
+        for failure in found.no_match:
             log.warning("AFD: not matched: %s", failure)
-        log.info("AFD compiled the model: %s", summary(programs))
+        log.info("AFD compiled the model: %s", summary(experts, found))
 
 
 class IntervalLog:
@@ -78,17 +79,16 @@ class IntervalLog:
         )
 
 
-def loaded(programs: Programs) -> None:
+def loaded(experts: Sequence[ExpertSource], found: GraphReport) -> None:
     """Say in one line what came out of vLLM's cache."""
-    log.info("AFD loaded the model from vLLM's compile cache: %s", summary(programs))
+    log.info("AFD loaded the model from vLLM's compile cache: %s", summary(experts, found))
 
 
-def summary(programs: Programs) -> str:
+def summary(experts: Sequence[ExpertSource], found: GraphReport) -> str:
     """One line about the programs of a model."""
-    found = programs.report
     layers = f"{len(found.layers)} MoE layers" if found.layers else "no MoE layer"
-    how = "two stages" if programs.split is not None else f"unsplit ({found.unsplit_reason})"
-    gates = " and ".join(dict.fromkeys(source.gate for source in programs.experts))
+    how = "two stages" if found.mode else f"unsplit ({found.unsplit_reason})"
+    gates = " and ".join(dict.fromkeys(source.gate for source in experts))
     seconds = sum(found.pass_seconds.values())
     return (
         f"{layers}, {how}, {found.nodes_before} nodes captured, {found.nodes_after} emitted, "

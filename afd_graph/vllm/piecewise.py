@@ -1,34 +1,51 @@
 """vLLM's default mode: our passes run before vLLM cuts the graph in pieces and compiles those.
 
 Attention, cache updates, dispatch and receive are *splitting operators*: they run between the
-compiled pieces, in the order of the graph, which is how that order survives the compiler. Below
-this split it is too late to overlap anything.
+compiled pieces, in the order of the graph, which is how that order survives the compiler
+(:mod:`piece_order` checks it). Below this split it is too late to overlap anything.
 
-vLLM compiles both programs, the unsplit one in its own place and the two-stage one under a prefix
-of its own. The two more inputs of the latter are plain sizes. The result is not stored in vLLM's
-ahead-of-time cache: a second start runs the passes again, and the pieces come from the caches of
-their compiler.
+vLLM compiles both programs, each under a prefix of its own, so that their caches are two. The
+prefix holds a digest of everything that decides what is compiled, our source included, and so does
+the key of PyTorch's own caches: what an older version left there is never found.
+
+The result goes to vLLM's ahead-of-time cache: what vLLM stores for each program, in one envelope
+with the digest and a checksum, as in :mod:`artifact`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from afd_graph import _compat
-from afd_graph.errors import AFDError, ConfigError
-from afd_graph.vllm import observe
+from afd_graph.errors import AFDError, ConfigError, PassError
+from afd_graph.report import GraphReport
+from afd_graph.vllm import cache_entry, observe
+from afd_graph.vllm.artifact import identity, seal, unseal
 from afd_graph.vllm.options import options_of
-from afd_graph.vllm.programs import Programs, bind_channel, build_programs
+from afd_graph.vllm.piece_inputs import keep_views_inside
+from afd_graph.vllm.piece_order import (
+    Call,
+    check_order,
+    compare_orders,
+    cut_order,
+    graph_order,
+)
+from afd_graph.vllm.piece_sizes import give_values, refuse_assumptions
+from afd_graph.vllm.programs import ExpertSource, build_programs, digest
 from afd_graph.vllm.served import FFNSide, ServedModel
-from afd_graph.vllm.split import CUT, TOKENS
 from afd_graph.vllm.stage_ops import register_stage_ops
 
 OURS = ("afd::cam_dispatch", "afd::cam_receive")
-_STAGED_PREFIX = "_afd_two_stages"
+_STORABLE = ("inductor_standalone", "inductor")
+"""vLLM's names of the compilers whose pieces its ahead-of-time cache gives back."""
 
 
 class PiecewiseBackend:
@@ -64,85 +81,235 @@ class PiecewiseBackend:
         return "afd, then vLLM's piecewise compilation"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> PiecewiseModel:
-        """Called by ``torch.compile``."""
+        """Called by ``torch.compile``.
+
+        Raises:
+            ConfigError: vLLM would compile pieces for fixed numbers of tokens.
+            UnsupportedError: the graph cannot be split and ``on_unsupported`` is ``error``.
+            PassError: vLLM's pieces do not run in the order of the schedule, or not for all lengths
+                of the stages.
+        """
+        self._refuse_fixed_sizes()
+        # vLLM's own backend puts another path where this one is read from.
+        entry = cache_entry.entry_path(self._vllm_config)
         config = options_of(self._vllm_config).config
         ffn = FFNSide(config, self._vllm_config)
         try:
             log = observe.GraphLog(self._vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
-            log.finish(programs)
-            bind_channel(programs, ffn.channel.name)
-            return PiecewiseModel(programs, ffn, *self._compiled(programs, example_inputs))
+            log.finish(programs.experts, programs.report)
+            ffn.check(programs)
+            calls = digest(programs)
+            # The values of the two-stage graph come first: vLLM works on the other in place.
+            lengths: Sequence[torch.SymInt] = ()
+            if programs.split is not None:
+                lengths = give_values(programs.split, programs.unsplit)
+            give_values(programs.unsplit, programs.unsplit)
+            made_by = identity(self._vllm_config)
+            with _compat.cache_tag(_digest(made_by)):
+                unsplit = self._compiled(programs.unsplit, example_inputs, made_by, "unsplit")
+                split = None
+                if programs.split is not None:
+                    inputs = [*example_inputs, *lengths]
+                    with _compat.guards_on(lengths) as conditions:
+                        split = self._compiled(programs.split, inputs, made_by, "two_stages")
+                    refuse_assumptions(conditions, example_inputs, lengths)
+            return PiecewiseModel(
+                PiecewisePrograms(
+                    made_by, calls, programs.experts, programs.report, unsplit, split
+                ),
+                ffn,
+                entry,
+            )
         except BaseException:
             ffn.channel.close()
             raise
 
-    def _compiled(self, programs: Programs, example_inputs: Sequence[Any]) -> tuple[Any, Any]:
-        two_stages = programs.split
-        if two_stages is not None:
-            # Before vLLM works on the other graph, whose inputs have the values that these need.
-            sizes = _give_values(two_stages, programs.unsplit)
-        _give_values(programs.unsplit, programs.unsplit)
-        unsplit = self._backend(programs.unsplit, example_inputs)
-        if two_stages is None:
-            return unsplit, None
-        other = type(self._backend)(
+    def _compiled(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], made_by: dict[str, str], name: str
+    ) -> Pieces:
+        splits = self._splits()
+        keep_views_inside(gm.graph, splits)
+        gm.recompile()
+        order = graph_order(gm.graph, splits)
+        backend = type(self._backend)(
             self._vllm_config,
-            prefix=self._backend.prefix + _STAGED_PREFIX,
+            prefix=f"{self._backend.prefix}_afd_{_digest(made_by)}_{name}",
             is_encoder=self._backend.is_encoder,
         )
-        # What the pieces' compiler learns about sizes of ours is nothing that Dynamo can check.
-        with _compat.guards_on(sizes):
-            return unsplit, other(two_stages, [*example_inputs, *sizes])
+        # Inductor (2.13) may put the reader of a buffer before the operator that writes it here.
+        backend.inductor_config["reorder_for_peak_memory"] = False
+        pieces = Pieces(backend(gm, inputs), order)
+        compare_orders(cut_order(backend.split_gm, backend.piecewise_graphs, splits), order)
+        if hasattr(pieces.run, "execution_code"):
+            pieces.check()
+        return pieces
+
+    def _splits(self) -> Any:
+        from vllm.compilation.partition_rules import should_split
+
+        names = self._vllm_config.compilation_config.splitting_ops
+        return lambda node: should_split(node, names)
+
+    def _refuse_fixed_sizes(self) -> None:
+        compilation = self._vllm_config.compilation_config
+        ranges = getattr(compilation, "get_compile_ranges", list)  # not in old versions
+        if compilation.compile_sizes or len(ranges()) > 1:
+            raise ConfigError(
+                "vLLM would compile each piece for several numbers of tokens and choose by one, "
+                "and a piece of two stages has two",
+                remedy="leave compile_sizes and compile_ranges_endpoints unset",
+            )
+
+
+@dataclass
+class Pieces:
+    """One program that vLLM compiled in pieces.
+
+    Attributes:
+        run: what vLLM made; it can be stored.
+        order: the calls of splitting operators in the graph that was cut.
+    """
+
+    run: Any
+    order: list[Call]
+
+    def check(self) -> None:
+        """Hold the order in which vLLM runs the pieces against that of the graph.
+
+        Raises:
+            PassError: it is another, or vLLM does not tell.
+        """
+        code = getattr(self.run, "execution_code", None)
+        if not code:
+            raise PassError(
+                "this vLLM does not tell in which order it runs the pieces of a graph",
+                remedy="use a vLLM version of the table in docs/vllm.md",
+            )
+        check_order(code, self.order)
+
+
+@dataclass
+class PiecewisePrograms:
+    """Both programs of a model, and what is needed to run and to store them.
+
+    Attributes:
+        made_by: see :func:`afd_graph.vllm.artifact.identity`.
+        calls: :func:`afd_graph.vllm.programs.digest` of the programs.
+        experts: where each layer's weights are.
+        report: what was matched and what each pass took.
+        unsplit: one stage.
+        split: two stages; its last inputs are the tokens of each. None without one.
+    """
+
+    made_by: dict[str, str]
+    calls: str
+    experts: list[ExpertSource]
+    report: GraphReport
+    unsplit: Pieces
+    split: Pieces | None
+
+    @property
+    def both(self) -> list[Pieces]:
+        """The programs that there are."""
+        return [self.unsplit] if self.split is None else [self.unsplit, self.split]
+
+    def dump(self) -> bytes:
+        """Store them, with the compiled pieces or what finds them in vLLM's cache.
+
+        Raises:
+            AFDError: the compiler of the pieces cannot store them; vLLM says so and goes on.
+        """
+        name = self.unsplit.run.vllm_backend.compiler_manager.compiler.name
+        if name not in _STORABLE:
+            raise AFDError(f"pieces that were compiled by {name!r} cannot be stored")
+        stored = [(type(p.run).serialize_compile_artifacts(p.run), p.order) for p in self.both]
+        return seal(pickle.dumps((self.calls, self.experts, self.report, stored)), self.made_by)
+
+    @classmethod
+    def load(cls, data: bytes, expected: dict[str, str]) -> PiecewisePrograms:
+        """Read what :meth:`dump` stored, inside vLLM's current configuration.
+
+        Raises:
+            AFDError: it was made by something else than ``expected``, or is damaged.
+        """
+        from vllm.compilation.caching import VllmSerializableFunction
+
+        calls, experts, report, stored = pickle.loads(unseal(data, expected))
+        load = VllmSerializableFunction.deserialize_compile_artifacts
+        unsplit, *split = (Pieces(load(compiled), order) for compiled, order in stored)
+        return cls(expected, calls, experts, report, unsplit, split[0] if split else None)
 
 
 class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
-    """A model whose programs vLLM compiled in pieces."""
+    """A model whose programs vLLM compiled in pieces.
 
-    def __init__(self, programs: Programs, ffn: FFNSide, unsplit: Any, split: Any) -> None:
-        self.model = ServedModel(programs, ffn, unsplit, split)
+    Args:
+        programs: compiled, or loaded.
+        ffn: where its experts go.
+        entry: where vLLM will store it, if it was just compiled.
+    """
+
+    def __init__(
+        self, programs: PiecewisePrograms, ffn: FFNSide, entry: Path | None = None
+    ) -> None:
+        self._programs = programs
+        self._unsealed = entry
+        self._stored: bytes | None = None
+        split = programs.split
+        self.model = ServedModel(
+            programs.experts,
+            programs.report,
+            programs.calls,
+            ffn,
+            programs.unsplit.run,
+            None if split is None else split.run,
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one step."""
+        if self._unsealed is not None and self._stored is not None:
+            # vLLM stores a model after compiling it, and then runs it.
+            cache_entry.seal(self._unsealed, self._stored)
+            self._unsealed = self._stored = None
         return self.model.run(*inputs)
+
+    def finalize_loading(self, vllm_config: Any) -> None:
+        """Called by vLLM when it has checked that the model's source is the same.
+
+        Raises:
+            PassError: the stored pieces do not run in the order of the schedule.
+        """
+        with _compat.cache_tag(_digest(self._programs.made_by)):
+            for pieces in self._programs.both:
+                pieces.run.finalize_loading(vllm_config)
+                pieces.check()
+        observe.loaded(self._programs.experts, self._programs.report)
 
     @classmethod
     def serialize_compile_artifacts(cls, compiled: PiecewiseModel) -> bytes:
-        """Not there yet.
-
-        Raises:
-            AFDError: always; vLLM says so and goes on.
-        """
-        raise AFDError(
-            "a model that is compiled in pieces is not stored as a whole; "
-            "the caches of its pieces are in use"
-        )
+        """The programs, and what they were made by."""
+        compiled._stored = compiled._programs.dump()
+        return compiled._stored
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> PiecewiseModel:
-        """Nothing is ever stored.
+        """Build a stored model, inside vLLM's current configuration.
 
         Raises:
-            AFDError: always.
+            AFDError: it was stored by something else than what runs now, or is damaged.
         """
-        raise AFDError("a model that is compiled in pieces is not stored as a whole")
+        from vllm.config import get_current_vllm_config
+
+        from afd_graph.vllm import runner_hook
+
+        vllm_config = get_current_vllm_config()
+        cache_entry.check(cache_entry.entry_path(vllm_config))
+        register_stage_ops()
+        programs = PiecewisePrograms.load(data, identity(vllm_config))
+        runner_hook.install(vllm_config)
+        return cls(programs, FFNSide(options_of(vllm_config).config, vllm_config))
 
 
-def _give_values(gm: fx.GraphModule, captured: fx.GraphModule) -> list[torch.SymInt]:
-    """Compute ``example_value`` of every node, which vLLM's split needs; new sizes are returned."""
-    inputs = captured.graph.find_nodes(op="placeholder")
-    known = {node.name: node.meta["example_value"] for node in inputs}
-    tokens = next(value for value in known.values() if isinstance(value, torch.SymInt))
-    hint = _compat.size_hint(tokens)
-    hints = {TOKENS: hint, CUT: max(1, hint // 2)}
-    new = [
-        _compat.new_size_symbol(captured.graph, name, hints[name])
-        for name in hints
-        if gm is not captured
-    ]
-    known.update(zip(hints, new, strict=False))
-    for node in gm.graph.find_nodes(op="placeholder"):
-        node.meta["example_value"] = known[node.name]
-    _compat.propagate_example_values(gm)
-    gm.recompile()
-    return new
+def _digest(made_by: dict[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(made_by.items())).encode()).hexdigest()[:12]

@@ -29,7 +29,7 @@ from afd_graph.vllm.match import InlineLayer, OpaqueLayer, match_layers
 from afd_graph.vllm.split import split_stages
 
 CHANNEL = "vllm"
-"""Channel name in stored graphs; each process puts its own in (:func:`bind_channel`)."""
+"""Channel name in all graphs, which may be stored: a model says which it is when it runs."""
 
 _Result = TypeVar("_Result")
 
@@ -68,7 +68,7 @@ class Programs:
 
     Attributes:
         unsplit: one stage.
-        split: two stages; its last inputs are the real tokens and the cut. None without one.
+        split: two stages; its last inputs are the tokens of each. None without one.
         experts: where each layer's weights are.
         report: what was matched and what each pass took.
     """
@@ -130,19 +130,6 @@ def build_programs(
     gm.recompile()
     report.nodes_after = len((programs.split or gm).graph.nodes)
     return programs
-
-
-def bind_channel(programs: Programs, channel: str) -> None:
-    """Let the programs' dispatches and receives use ``channel`` of this process."""
-    from afd_graph.passes.token_flow import DISPATCH, RECEIVE
-
-    for gm in (programs.unsplit, programs.split):
-        if gm is None:
-            continue
-        for node in gm.graph.nodes:
-            if node.target in (DISPATCH, RECEIVE):
-                node.args = (*node.args[:-1], channel)
-        gm.recompile()
 
 
 def digest(programs: Programs) -> str:

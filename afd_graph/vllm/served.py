@@ -22,8 +22,8 @@ from afd_graph.connectors.base import Connector
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.dump import write_dumped_trace, write_report
 from afd_graph.errors import AFDError, ConfigError
-from afd_graph.report import LayerReport, Report, StepTaken
-from afd_graph.runtime import Channel
+from afd_graph.report import GraphReport, LayerReport, Report, StepTaken
+from afd_graph.runtime import Channel, channel_named
 from afd_graph.tracing import Tracer
 from afd_graph.vllm import ranks
 from afd_graph.vllm.ascend import is_ascend
@@ -31,7 +31,7 @@ from afd_graph.vllm.ascend_layer import ascend_program, is_ascend_layer
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
-from afd_graph.vllm.programs import ExpertSource, Programs, bind_channel, digest
+from afd_graph.vllm.programs import CHANNEL, ExpertSource, Programs
 from afd_graph.vllm.shared_rows import SharedRowsChannel, check_sums
 from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
 
@@ -115,18 +115,28 @@ class FFNSide:
             )
         self.channel.num_experts[layer] = w13.shape[0]
 
+    def check(self, programs: Programs) -> None:
+        """Refuse programs that this side cannot serve.
+
+        Raises:
+            UnsupportedError: tensor-parallel ranks do not sum what they receive.
+        """
+        if self.shares_rows:
+            for program in (programs.unsplit, programs.split):
+                if program is not None:
+                    check_sums(program.graph)
+
 
 class ServedModel:
     """Runs the steps of one model.
 
     Args:
-        programs: of its graph.
+        experts: where each MoE layer's weights are.
+        found: what the passes found and did.
+        made_by: :func:`afd_graph.vllm.programs.digest` of the programs.
         ffn: where its experts go.
-        unsplit: the unsplit program, compiled; the graph itself when None.
-        split: the two-stage program, compiled, likewise.
-
-    Raises:
-        UnsupportedError: tensor-parallel ranks do not sum what they receive.
+        unsplit: the unsplit program.
+        split: the two-stage program, if there is one.
 
     Attributes:
         report: what was compiled and what ran, as for any model of this package.
@@ -134,27 +144,22 @@ class ServedModel:
 
     def __init__(
         self,
-        programs: Programs,
+        experts: Sequence[ExpertSource],
+        found: GraphReport,
+        made_by: str,
         ffn: FFNSide,
-        unsplit: Callable[..., Any] | None = None,
-        split: Callable[..., Any] | None = None,
+        unsplit: Callable[..., Any],
+        split: Callable[..., Any] | None,
     ) -> None:
-        self._programs = programs
+        self._experts = experts
+        self._why_unsplit = found.unsplit_reason
+        self._made_by = made_by
         self._channel = ffn.channel
         self._ffn = ffn
-        if ffn.shares_rows:
-            for program in (programs.unsplit, programs.split):
-                if program is not None:
-                    check_sums(program.graph)
-        if unsplit is None:
-            bind_channel(programs, ffn.channel.name)
-            unsplit = programs.unsplit.forward
-            split = None if programs.split is None else programs.split.forward
         self._unsplit, self._split = unsplit, split
         self._bound = False
         self._log = IntervalLog()
         order = "receive-first" if ffn.channel.credits == 1 else "send-first"
-        found = programs.report
         self.report = Report(
             credits=ffn.channel.credits,
             order=order,
@@ -178,20 +183,21 @@ class ServedModel:
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
-        plan = self._programs.report.unsplit_reason or step_plan(metadata)
+        plan = self._why_unsplit or step_plan(metadata)
         pairs = getattr(metadata, "pairs", ())
         self._channel.begin_step()
         try:
             if not self._bound:
                 self._bind(inputs)
-            if isinstance(plan, str):
-                outputs = self._unsplit(*inputs)
-                self._note_unsplit(plan, pairs)
-                return outputs
-            assert self._split is not None
-            first = plan.stages[0]
-            with without_captured_graphs():
-                outputs = self._split(*inputs, plan.num_tokens, first.actual_tokens)
+            with channel_named(CHANNEL, self._channel):
+                if isinstance(plan, str):
+                    outputs = self._unsplit(*inputs)
+                    self._note_unsplit(plan, pairs)
+                    return outputs
+                assert self._split is not None
+                first, second = plan.stages
+                with without_captured_graphs():
+                    outputs = self._split(*inputs, first.actual_tokens, second.actual_tokens)
         except BaseException as error:
             self._failed(error)
             raise
@@ -218,15 +224,14 @@ class ServedModel:
 
     def _bind(self, inputs: Sequence[Any]) -> None:
         """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
-        made_by = digest(self._programs)
-        for number, source in enumerate(self._programs.experts):
+        for number, source in enumerate(self._experts):
             layer = None if source.inputs else moe_layer(source.name)
             if is_ascend_layer(layer):
                 self._bind_ascend(number, source, layer)
                 continue
             load_kernels()
             weights, activation, isa, top_k, shared = self._weights(source, inputs)
-            self._ffn.take(number, source.name, weights, activation, isa, made_by)
+            self._ffn.take(number, source.name, weights, activation, isa, self._made_by)
             experts = self._channel.num_experts[number]
             self.report.layers.append(
                 LayerReport(number, source.name, experts, top_k, shared, source.gate)

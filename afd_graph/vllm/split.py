@@ -8,21 +8,21 @@ in-place writes need.
 
 Before: the unsplit graph, whose token axis is one symbol. After: a new graph with two more inputs,
 
-    afd_tokens      real tokens N of the step; rows [N, P) of the inputs are padding
-    afd_cut         tokens of stage 0
+    afd_first       tokens A of stage 0
+    afd_second      tokens B of stage 1; rows [A + B, P) of the inputs are padding
 
-1. inputs with a token axis are sliced: ``[0, cut)`` and ``[cut, N)``; inputs that *are* the number
-   of tokens become that of the stage;
+1. inputs with a token axis are sliced: ``[0, A)`` and ``[A, A + B)``; inputs that *are* the number
+   of tokens become that of the stage. Each stage has an input of its own, so that every size in
+   it is a multiple of one symbol, for whoever compiles the graph in pieces;
 2. what depends on them is copied per stage (``meta["afd_stage"]``), the rest once;
 3. cache updates and attention become their forms with a stage argument (:mod:`stage_ops`);
-4. outputs are put together again, with zeros in the rows ``[N, P)``.
+4. outputs are put together again, with zeros in the rows ``[A + B, P)``.
 
 A size that is not a multiple of the number of tokens, or more than one symbol, is refused.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from afd_graph.vllm.stage_ops import stage_op
 _library = torch.library.Library("afd", "FRAGMENT")
 _library.define("join_stages(Tensor first, Tensor second, int dim, SymInt rows) -> Tensor")
 
-TOKENS, CUT = "afd_tokens", "afd_cut"
+LENGTHS = ("afd_first", "afd_second")
 _STAGES = (0, 1)
 
 
@@ -71,10 +71,10 @@ class _Splitter:
     def run(self) -> fx.Graph:
         for node in self.inputs:
             self.whole[node] = self.new.node_copy(node)
-        tokens = self.new.placeholder(TOKENS)
-        cut = self.new.placeholder(CUT)
-        rest = self.new.call_function(operator.sub, (tokens, cut))
-        self.tokens, self.starts, self.lengths = tokens, (0, cut), (cut, rest)
+        first, second = (self.new.placeholder(name) for name in LENGTHS)
+        for length in (first, second):
+            length.meta["example_value"] = 1
+        self.starts, self.lengths = (0, first), (first, second)
         for node in self.inputs:
             self._slice_input(node)
         for node in self.old.nodes:

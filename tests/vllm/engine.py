@@ -30,10 +30,12 @@ def keep_default_mode() -> None:
 
     def checked(cls: Any, vllm_config: Any) -> None:
         compilation = vllm_config.compilation_config
-        mode, backend = compilation.mode, compilation.backend
+        names = ("mode", "backend", "ir_enable_torch_wrap")
+        kept = {name: getattr(compilation, name) for name in names}
         check(cls, vllm_config)
-        if mode == CompilationMode.VLLM_COMPILE:
-            compilation.mode, compilation.backend = mode, backend
+        if kept["mode"] == CompilationMode.VLLM_COMPILE:
+            for name, value in kept.items():
+                setattr(compilation, name, value)
             compilation.compile_sizes = []
 
     CpuPlatform.check_and_update_config = classmethod(checked)
@@ -52,9 +54,48 @@ def trace_layers_as_accelerators_do() -> None:
     MoERunner._select_forward = opaque
 
 
+def pretend_other_source() -> None:
+    """Let the backend take its own source for another than it is."""
+    from afd_graph.vllm import artifact
+
+    artifact.source_digest = lambda: "0" * 16
+
+
+def record_one_split_step(model: Any) -> list[list[Any]]:
+    """Returns a list that gets the first split step: what of ours runs, pieces as numbers."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.compilation.piecewise_backend import PiecewiseBackend
+
+    found: list[list[Any]] = []
+    two_stages, call_piece = model._split, PiecewiseBackend.__call__
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            if func.namespace == "afd":
+                found.append([func._opname, *(a for a in args if type(a) in (int, str))])
+            return func(*args, **(kwargs or {}))
+
+    def piece(self: Any, *args: Any) -> Any:
+        found.append(["piece", self.piecewise_compile_index])
+        return call_piece(self, *args)
+
+    def first_step(*inputs: Any) -> Any:
+        model._split = two_stages
+        PiecewiseBackend.__call__ = piece
+        with Record():
+            outputs = two_stages(*inputs)
+        PiecewiseBackend.__call__ = call_piece
+        return outputs
+
+    model._split = first_step
+    return found
+
+
 def build(spec: dict[str, Any]) -> Any:
     from vllm import LLM
 
+    if os.environ.get("AFD_TEST_SOURCE"):
+        pretend_other_source()
     if spec["compilation"]["mode"] == "VLLM_COMPILE":
         keep_default_mode()
     if os.environ.get("AFD_TEST_OPAQUE"):
@@ -156,18 +197,24 @@ def main() -> None:
 
     from afd_graph.vllm.served import served_models
 
+    record = os.environ.get("AFD_TEST_RECORD")
+    order = record_one_split_step(served_models()[0]) if record else []
     profiled = row_memory(served_models())
     result: dict[str, Any] = {"runs": {w["name"]: run(llm, w) for w in spec["workloads"]}}
     result["most_tokens"] = _runner(llm).max_num_tokens
     if "other_entries" in spec:
         model = _runner(llm).model.model
         result["loads"] = stored_entries.load_all(model, spec["other_entries"])
+    result["order"] = order
     models = served_models()
     result["reports"] = [str(model.report) for model in models]
     result["row_memory"] = {"profiled": profiled, "in_the_end": row_memory(models)}
     result["compilations"] = {
         name: value for name, value in dataclasses.asdict(compilation_counter).items() if value
     }
+    from torch._dynamo.utils import counters
+
+    result["pytorch"] = {name: dict(found) for name, found in counters.items()}
     result["weights_here"] = [
         parameter.untyped_storage().nbytes()
         for name, parameter in _runner(llm).model.named_parameters()
@@ -183,7 +230,7 @@ def main() -> None:
 
 def row_memory(models: list[Any]) -> list[int]:
     """Bytes that the connectors hold for the rows of their largest item."""
-    return [max(slot.item.mapped for slot in model._connector._slots) for model in models]
+    return [max(slot.item.mapped for slot in model._ffn.connector._slots) for model in models]
 
 
 def _runner(llm: Any) -> Any:

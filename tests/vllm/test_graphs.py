@@ -266,6 +266,18 @@ def test_padding_rows_come_back_as_zeros() -> None:
     gm = capture.module(double)
     two = fx.GraphModule(torch.nn.Module(), split_stages(gm.graph))
     rows = torch.arange(18.0).view(6, 3)
-    (out,) = two.forward(rows, 5, 2)
+    (out,) = two.forward(rows, 2, 3)
     assert torch.equal(out[:5], rows[:5] * 2)
     assert not out[5:].any()
+
+
+def test_a_size_is_no_memory() -> None:
+    capture = Capture()
+    size = capture.graph.placeholder("s0")
+    size.meta["example_value"] = capture.tokens
+    a, b = (capture.input(name, capture.tokens, 4) for name in "ab")
+    part = capture.call(torch.narrow, a, 0, 0, size)
+    capture.call(operator.setitem, part, 0, 1.0)
+    other = capture.call(torch.narrow, b, 0, 0, size)
+    capture.module(part, other)
+    assert other not in hidden_needs(capture.graph)

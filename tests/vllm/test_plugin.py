@@ -1,4 +1,4 @@
-"""vLLM's default mode through the plugin, and the line that says when the backend is not called."""
+"""The plugin: loading it twice, the line that says when the backend is not called, options."""
 
 from __future__ import annotations
 
@@ -8,31 +8,6 @@ from typing import Any
 import pytest
 
 from afd_graph.errors import ConfigError
-from conftest import mixed_requests
-
-
-def test_default_mode_splits_before_vllm_does(engine: Any, checkpoint: Any, reference: Any) -> None:
-    prompts, lengths = mixed_requests()
-    found = engine.run(
-        checkpoint("deepseek_v2"),
-        [
-            {"name": split, "prompts": prompts, "lengths": lengths, "split": split}
-            for split in ("token", "cost")
-        ],
-        # The compiler of the pieces is vLLM's eager one: what is tested is the split.
-        compilation={
-            "mode": "VLLM_COMPILE",
-            "backend": "eager",
-            "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
-        },
-        afd={},
-    )
-    for run in found["runs"].values():
-        assert run["tokens"] == reference("deepseek_v2")
-        assert run["counters"]["split"] > 0
-    # Unsplit: embedding to first dispatch, and so on; between pieces run attention (2 operators a
-    # layer), dispatch and receive (2 a MoE layer): 14 of 4 layers, twice as many in two stages.
-    assert found["compilations"]["num_piecewise_graphs_seen"] > 2 * 14 + 14
 
 
 @pytest.fixture
