@@ -390,6 +390,7 @@ def backend_of(compiled: Any) -> Any:
 
 def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callable[..., Any]:
     """Decompose ``gm`` for Inductor and compile it; ``inputs`` are fake, the result is boxed."""
+    import torch._inductor.config as inductor
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -400,7 +401,8 @@ def inductor_compile(gm: fx.GraphModule, inputs: list[Any], mode: Any) -> Callab
             *inputs
         )
     # AOTAutograd's own context takes the strides of one graph; we compile two variants of it.
-    with tracing(TracingContext(mode)):
+    # Inductor (2.13) may put the reader of a buffer before the operator that writes it in place.
+    with tracing(TracingContext(mode)), inductor.patch(reorder_for_peak_memory=False):
         return compile_fx_inner(traced, inputs)
 
 
