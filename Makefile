@@ -4,7 +4,7 @@
 #   PIP_ARGS      more arguments for pip install, such as another package index
 #   PYTEST_ARGS   more arguments for pytest; WORKERS tests run at the same time
 #   MATRIX_ARGS   more arguments for the matrix, such as --size 60 --configurations token-sp
-#   DEMO_ARGS     more arguments for the demo, such as --weights DIR
+#   DEMO_ARGS     more arguments for demo (such as --weights DIR) or serve-demo (--requests 6)
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -141,7 +141,7 @@ types: $(READY)  ## check types
 	@cd $(TYPING) && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
 	  --cache-dir ../mypy --package afd_graph
 
-bench: $(READY)  ## run every benchmark; fails when one misses its bound
+bench: $(READY)  ## run every benchmark but vllm-bench; fails when one misses its bound
 	@failed=; for file in $(BENCHMARKS); do \
 	  echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; \
 	done; \

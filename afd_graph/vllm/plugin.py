@@ -5,8 +5,8 @@ It puts itself in two places, which are there before anything of the model runne
 * ``CompilationConfig.init_backend``, which vLLM asks for the compiler of a model when that is
   built: early enough for the hooks that a split needs;
 * ``VllmConfig.__post_init__``, where all of vLLM's own changes to the configuration are made: if
-  the backend will not be called, one line says so and what to set. If it will, on CPU, a kernel of
-  vLLM that computes wrongly is left out.
+  the backend will not be called, one line says so and what to set. If it will, or is switched off
+  by its option, a kernel of vLLM for CPU that computes wrongly is left out.
 
 A second call changes nothing.
 """
@@ -69,7 +69,7 @@ def _saying_what_is_missing(original: Any) -> Any:
         problem = why_not_called(self)
         if problem is not None:
             _say(problem)
-        elif _is_used(self):
+        elif _is_configured(self):
             leave_out_wrong_kernel(self)
 
     return post_init
@@ -89,10 +89,9 @@ def _say(text: str) -> None:
         log.warning("%s", text)
 
 
-def _is_used(vllm_config: Any) -> bool:
-    options = options_of(vllm_config)
-    named = vllm_config.compilation_config.backend == BACKEND
-    return options.enabled and (options.given or named)
+def _is_configured(vllm_config: Any) -> bool:
+    # Also with ``enabled`` false, so that the backend is all that differs.
+    return options_of(vllm_config).given or vllm_config.compilation_config.backend == BACKEND
 
 
 def leave_out_wrong_kernel(vllm_config: Any) -> None:

@@ -59,6 +59,31 @@ def test_says_when_it_will_not_be_called(compilation: dict[str, Any], said: str 
 
 
 @pytest.mark.parametrize(
+    ("backend", "additional", "custom_ops"),
+    [
+        ("afd", {}, ["-rotary_embedding"]),
+        ("afd", {"afd": {"enabled": False}}, ["-rotary_embedding"]),
+        ("inductor", {}, []),
+    ],
+)
+def test_switching_off_leaves_the_wrong_kernel_out(
+    backend: str, additional: dict[str, Any], custom_ops: list[str]
+) -> None:
+    """Else the backend would look like the cause of what the kernel does."""
+    from vllm.config import CompilationMode
+
+    from afd_graph.vllm.plugin import _saying_what_is_missing
+
+    mode = CompilationMode.DYNAMO_TRACE_ONCE
+    config = SimpleNamespace(
+        additional_config=additional,
+        compilation_config=SimpleNamespace(mode=mode, backend=backend, custom_ops=[]),
+    )
+    _saying_what_is_missing(lambda self: None)(config)
+    assert config.compilation_config.custom_ops == custom_ops
+
+
+@pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"splt": "token"}, "splt"),
