@@ -153,13 +153,19 @@ class AFDConfig:
                 remedy="use lowering='eager' and sequence_parallel=False, or exact=False",
             )
         timeout = self.timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout < float("inf"):
             raise ConfigError(
                 f"timeout_s={timeout!r} is not a positive number of seconds",
                 remedy="set the longest time that an expert answer may take, such as 60",
             )
         if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
             raise ConfigError(f"dump_dir={self.dump_dir!r} is not a path", remedy="pass a path")
+        if not isinstance(self.disabled_passes, (tuple, list)):
+            raise ConfigError(
+                f"disabled_passes={self.disabled_passes!r} is not a list of names",
+                remedy=f"pass a list of {', '.join(OPTIONAL_PASSES)}",
+            )
         object.__setattr__(self, "disabled_passes", tuple(self.disabled_passes))
         for name in self.disabled_passes:
             check_choice("disabled_passes", name, OPTIONAL_PASSES)

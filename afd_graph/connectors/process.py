@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from array import array
@@ -88,6 +89,31 @@ class _Flights:
         return True
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_cpus(cpus: object) -> None:
+    """Refuse what no FFN process can be bound to.
+
+    Raises:
+        ConfigError: naming them, or saying that ``cpus`` is no list of numbers.
+    """
+    if cpus is None:
+        return
+    if not isinstance(cpus, Collection) or not cpus or not all(_is_number(cpu) for cpu in cpus):
+        raise ConfigError(
+            f"cpus={cpus!r} is not a list of CPU numbers", remedy="give a list such as [2, 3]"
+        )
+    last = os.sysconf("SC_NPROCESSORS_CONF") - 1  # those that are offline have numbers as well
+    absent = sorted(cpu for cpu in cpus if not 0 <= cpu <= last)
+    if absent:
+        raise ConfigError(
+            f"cpus={sorted(cpus)} names {absent}, and this machine has 0 to {last}",
+            remedy="name CPUs of this machine",
+        )
+
+
 class ProcessConnector(Connector):
     """Runs the experts in their own process.
 
@@ -115,8 +141,19 @@ class ProcessConnector(Connector):
                 f"connector 'process' needs Linux, this is {sys.platform}",
                 remedy="use connector='local'",
             )
-        if not isinstance(threads, int) or threads < 1:
+        if not _is_number(threads) or threads < 1:
             raise ConfigError(f"threads={threads!r} is not a number of threads", remedy="use 1")
+        _check_cpus(cpus)
+        started = isinstance(start_timeout_s, float) or _is_number(start_timeout_s)
+        if not started or not 0 < start_timeout_s < float("inf"):
+            raise ConfigError(
+                f"start_timeout_s={start_timeout_s!r} is not a positive number of seconds",
+                remedy="leave it out, or set the processor time that a start may take",
+            )
+        if isinstance(imports, str) or not all(isinstance(name, str) for name in imports):
+            raise ConfigError(
+                f"imports={imports!r} is not a list of modules", remedy="give a list of names"
+            )
         self._options = {
             "threads": threads,
             "cpus": None if cpus is None else sorted(cpus),

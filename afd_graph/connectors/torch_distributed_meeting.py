@@ -28,7 +28,7 @@ def parse_address(address: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is something else.
     """
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(
             f"address={address!r} is not HOST:PORT", remedy="use an address as 127.0.0.1:29600"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from afd_graph.config import AFDConfig
+from afd_graph.connectors import connector_names, create_connector
+from afd_graph.connectors.torch_distributed_world import WorldConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
 from afd_graph.vllm.ranks import check_options
@@ -20,6 +22,7 @@ BACKEND = "afd"
 """Name of the backend, for ``--compilation-config``."""
 
 _KEY = "afd"
+_WITHOUT_EFFECT = ("assume_causal", "check_values", "disabled_passes", "lowering_options")
 _FFN_IMPORTS = "afd_graph.vllm.experts"
 _cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
@@ -59,11 +62,38 @@ def options_of(vllm_config: Any) -> Options:
     if isinstance(values.get("costs"), Mapping):
         values["costs"] = _costs(values["costs"])
     values.setdefault("connector", "process")
-    if values["connector"] == "process":
-        values["connector_options"] = _for_ffn_process(values.get("connector_options") or {})
-    elif values["connector"] == "torch_distributed":
-        check_options(values.get("connector_options") or {})
-    return Options(section is not None, enabled, _checked(AFDConfig.from_options(values)))
+    config = _checked(AFDConfig.from_options(values))
+    _check_connector(config)
+    if config.connector == "process":
+        config = config.replace(connector_options=_for_ffn_process(config.connector_options))
+    return Options(section is not None, enabled, config)
+
+
+def _check_connector(config: AFDConfig) -> None:
+    """Refuse now what the connector would refuse when the model has been loaded."""
+    given = config.connector_options
+    if config.connector not in connector_names():
+        raise ConfigError(
+            f"connector={config.connector!r} is not known",
+            remedy=f"use one of {', '.join(connector_names())}",
+        )
+    if config.connector == "torch_distributed":
+        check_options(given)
+        # Ranks and sizes are vLLM's, and checked when they are known.
+        WorldConfig(**{"ffn_ranks": 1, **given, "attention_ranks": 1, "rank": 0})
+    elif config.connector == "process":
+        connector = create_connector("process", given)  # starts nothing yet
+        connector.close()
+        if config.credits is not None and config.credits > connector.credits:
+            raise too_many_credits(config, connector.credits)
+
+
+def too_many_credits(config: AFDConfig, offered: int) -> ConfigError:
+    """The error for more credits than the connector has."""
+    return ConfigError(
+        f"credits={config.credits} is more than connector {config.connector!r} holds ({offered})",
+        remedy=f"set credits to {offered} or less",
+    )
 
 
 def _costs(values: Mapping[str, Any]) -> CostModel:
@@ -108,6 +138,11 @@ def _checked(config: AFDConfig) -> AFDConfig:
     elif config.shared_experts != "attention":
         problem = f"shared_experts={config.shared_experts!r} is not there inside vLLM"
         remedy = "use shared_experts='attention'"
+    else:
+        for name in _WITHOUT_EFFECT:
+            if getattr(config, name):
+                problem = f"{name}={getattr(config, name)!r} has no effect inside vLLM"
+                remedy = f"leave {name} out"
     if problem:
         raise ConfigError(problem, remedy=remedy)
     return config

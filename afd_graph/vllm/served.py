@@ -31,6 +31,7 @@ from afd_graph.vllm.ascend_layer import ascend_program, is_ascend_layer
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
+from afd_graph.vllm.options import too_many_credits
 from afd_graph.vllm.programs import CHANNEL, ExpertSource, Programs
 from afd_graph.vllm.shared_rows import SharedRowsChannel, check_sums
 from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
@@ -78,11 +79,7 @@ class FFNSide:
         offered = self.connector.credits
         if config.credits is not None and config.credits > offered:
             self.connector.close()
-            raise ConfigError(
-                f"credits={config.credits} is more than connector {config.connector!r} holds "
-                f"({offered})",
-                remedy=f"set credits to {offered} or less",
-            )
+            raise too_many_credits(config, offered)
         self.shares_rows = on_ranks and self.tensor_parallel[0] > 1
         channel_type = SharedRowsChannel if self.shares_rows else self.connector.channel_type
         self.channel = (channel_type or Channel)(

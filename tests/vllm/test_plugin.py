@@ -94,6 +94,35 @@ def test_switching_off_leaves_the_wrong_kernel_out(
         ({"shared_experts": "ffn"}, "shared_experts='attention'"),
         ({"costs": {"liner": 1}}, "CostModel"),
         ("token", "give an object"),
+        ({"credits": 3}, "holds \\(2\\)"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"disabled_passes": 5}, "not a list of names"),
+        ({"disabled_passes": ["verify"]}, "no effect inside vLLM"),
+        ({"lowering_options": {"a": 1}}, "no effect inside vLLM"),
+        ({"connector": "procss"}, "'procss' is not known"),
+        ({"connector_options": "x"}, "must be a mapping"),
+        ({"connector_options": {"threds": 1}}, "threds"),
+        ({"connector_options": {"threads": "2"}}, "threads='2'"),
+        ({"connector_options": {"cpus": "0-1"}}, "list of CPU numbers"),
+        ({"connector_options": {"cpus": [-1]}}, "names \\[-1\\]"),
+        ({"connector_options": {"imports": "x"}}, "list of modules"),
+        ({"connector_options": {"start_timeout_s": "x"}}, "start_timeout_s='x'"),
+        ({"connector": "torch_distributed"}, "needs an address"),
+        (
+            {"connector": "torch_distributed", "connector_options": {"address": "nohost"}},
+            "not HOST:PORT",
+        ),
+        (
+            {"connector": "torch_distributed", "connector_options": {"address": 5}},
+            "not HOST:PORT",
+        ),
+        (
+            {
+                "connector": "torch_distributed",
+                "connector_options": {"address": "h:1", "ffn_ranks": "a"},
+            },
+            "ffn_ranks='a'",
+        ),
     ],
 )
 def test_wrong_options_are_refused(section: Any, message: str) -> None:
