@@ -56,6 +56,9 @@ def install(vllm_config: Any) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
 
+    from afd_graph.vllm import worker_rules
+
+    worker_rules.install()
     wrap(GPUModelRunner, "_build_attention_metadata", with_stages)
     wrap(AttentionGroup, "build_metadata", listening)
 
