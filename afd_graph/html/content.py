@@ -89,7 +89,8 @@ def from_files(paths: Sequence[str | PathLike[str]], title: str = "") -> Content
             elif not found and not texts:
                 raise PlanError(
                     f"{path} holds no report, trace or graph of this package",
-                    remedy="give a directory that AFDConfig(dump_dir=...) wrote",
+                    remedy="give a directory that AFDConfig(dump_dir=...) wrote, which happens "
+                    "when the backend is closed: in a server of vLLM only with --shutdown-timeout",
                 )
             traces += [Trace.read(file) for file in found]
             graphs += texts

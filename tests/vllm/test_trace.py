@@ -18,6 +18,7 @@ from afd_graph.html import from_files, write_html
 from afd_graph.report import Report
 from afd_graph.tracing import Trace
 from conftest import mixed_requests
+from openai_server import AFD, serving
 
 PROMPTS, LENGTHS = mixed_requests(12)
 LAYERS = 3
@@ -118,3 +119,20 @@ def test_report_and_trace_of_an_engine_in_another_process(
     # The worker wrote its trace when it ended.
     steps = Trace.read(tmp_path / "trace.rank0.json").steps
     assert sum(step.policy == "token" for step in steps) == found.steps_split
+
+
+def test_a_server_with_a_shutdown_timeout_writes_its_trace(
+    engine: Any, checkpoint: Any, tmp_path: Any
+) -> None:
+    """Without one vLLM 0.32 kills its workers at once."""
+    options = {"afd": {"trace": True, "dump_dir": str(tmp_path / "dump")}}
+    with serving(
+        checkpoint("deepseek_v2"),
+        [*AFD, "--additional-config", json.dumps(options), "--shutdown-timeout", "60"],
+        tmp_path / "server.log",
+        {**engine.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    ) as server:
+        server.complete([5, 6, 7], 4)
+    steps = Trace.read(tmp_path / "dump" / "trace.rank0.json").steps
+    assert sum(step.policy == "token" for step in steps) >= 1
+    assert (tmp_path / "dump" / "report.json").exists()
