@@ -6,6 +6,7 @@ configuration into the hash of its compile cache, so that a changed option compi
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from afd_graph.connectors import connector_names, create_connector
 from afd_graph.connectors.torch_distributed_world import WorldConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
+from afd_graph.validation import check_known_keys
 from afd_graph.vllm.ranks import check_options
 
 BACKEND = "afd"
@@ -56,6 +58,8 @@ def options_of(vllm_config: Any) -> Options:
             remedy='give an object: --additional-config \'{"afd": {"split": "token"}}\'',
         )
     values = dict(section or {})
+    known = [field.name for field in dataclasses.fields(AFDConfig)]
+    check_known_keys("afd", values, ["enabled", *known])
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigError(f"afd.enabled={enabled!r} is not true or false", remedy="use a boolean")

@@ -87,6 +87,7 @@ def test_switching_off_leaves_the_wrong_kernel_out(
     ("section", "message"),
     [
         ({"splt": "token"}, "splt"),
+        ({"enable": False}, "did you mean 'enabled'"),
         ({"enabled": "yes"}, "not true or false"),
         ({"connector": "local"}, "connector='process'"),
         ({"lowering": "inductor"}, "lowering='eager'"),
