@@ -191,7 +191,7 @@ class ChildProcess:
             )
         return ConnectorError(
             f"the FFN process (pid {self.pid}) {how}",
-            remedy="see its messages on stderr, then compile again with a new backend",
+            remedy="see its messages on stderr; compile with a new backend, or start vLLM again",
         )
 
 

@@ -126,8 +126,15 @@ def identity(vllm_config: Any) -> dict[str, str]:
         "vllm": vllm.__version__,
         "configuration": vllm_config.compute_hash(),
         "rank": str(vllm_config.parallel_config.rank),
-        "options": options_of(vllm_config).config.digest(),
+        "options": _options_digest(vllm_config),
     }
+
+
+def _options_digest(vllm_config: Any) -> str:
+    config = options_of(vllm_config).config
+    # Where the experts run decides nothing, and by default depends on the CPUs that a start gets.
+    placed = {name: value for name, value in config.connector_options.items() if name != "cpus"}
+    return config.replace(connector_options=placed).digest()
 
 
 @functools.cache

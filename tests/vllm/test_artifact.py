@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from afd_graph.errors import AFDError
-from afd_graph.vllm import artifact, cache_entry
+from afd_graph.vllm import artifact, cache_entry, options
 from afd_graph.vllm.programs import ExpertSource, Programs
 
 
@@ -56,6 +56,15 @@ def test_any_difference_is_refused_by_name(what: str) -> None:
 
 def test_options_are_part_of_the_identity() -> None:
     assert artifact.identity(_config(split="request")) != artifact.identity(_config())
+    threads = {"connector_options": {"threads": 2}}
+    assert artifact.identity(_config(**threads)) != artifact.identity(_config())
+
+
+def test_cpus_that_a_start_gets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = artifact.identity(_config())
+    monkeypatch.setattr(options, "_cpus", {10_000, 10_001})
+    assert options.options_of(_config()).config.connector_options["cpus"] == [10_000, 10_001]
+    assert artifact.identity(_config()) == before
 
 
 @pytest.mark.parametrize("at", [10, 200, -20])
