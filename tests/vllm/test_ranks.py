@@ -137,6 +137,15 @@ def test_tensor_parallel_attention_with_chunked_prefill_and_prefix_caching(
     assert why in log
 
 
+def test_tensor_parallel_attention_with_a_process_of_experts_for_each_worker(
+    engine: Any, checkpoint: Any, reference: Any
+) -> None:
+    model = checkpoint("deepseek_v2")
+    found = engine.run(model, MATRIX, engine={"tensor_parallel_size": 2}, program=PROGRAM)
+    check_runs(found, reference("deepseek_v2"))
+    assert len(found["weights_here"]) == 2
+
+
 def test_opaque_layers_of_one_worker(
     engine: Any, checkpoint: Any, reference: Any, experts: Any
 ) -> None:
