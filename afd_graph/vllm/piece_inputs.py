@@ -10,7 +10,8 @@ Before: a graph whose nodes have an ``example_value``. After, in each piece to b
 2. in place of the result of a write in place stands the value that was written;
 3. slices of tensors are method calls, because vLLM puts every ``operator.getitem`` into the piece
    of its source;
-4. an empty buffer is allocated before its first use, and does not live from piece to piece.
+4. an empty buffer is allocated before its first use, and does not live from piece to piece;
+5. the numbers of a ``torch.Size`` stand where it was used, since a piece cannot answer one.
 
 A view reads nothing, so it does not matter when it is made. Splitting operators are not compiled
 and may be given views.
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from afd_graph.errors import UnsupportedError
 from afd_graph.vllm.in_place import effects
@@ -42,6 +44,7 @@ def keep_views_inside(graph: fx.Graph, splits: Callable[[fx.Node], bool]) -> int
         UnsupportedError: a value shares memory with another in a way that is not known.
     """
     _slice_by_method(graph)
+    _write_out_sizes(graph)
     _allocate_late(graph, splits)
     rewrite = _Rewrite(graph, _pieces(graph, splits))
     for node in list(graph.nodes):
@@ -94,6 +97,19 @@ def _slice_by_method(graph: fx.Graph) -> None:
         method.meta = node.meta
         node.replace_all_uses_with(method)
         graph.erase_node(node)
+
+
+def _write_out_sizes(graph: fx.Graph) -> None:
+    for size in graph.find_nodes(op="call_function", target=torch.Size):
+        numbers = size.args[0]
+
+        def written_out(argument: Any, size: fx.Node = size, numbers: Any = numbers) -> Any:
+            return numbers if argument is size else argument
+
+        for user in list(size.users):
+            user.args = map_aggregate(user.args, written_out)
+            user.kwargs = map_aggregate(user.kwargs, written_out)
+        graph.erase_node(size)
 
 
 def _allocate_late(graph: fx.Graph, splits: Callable[[fx.Node], bool]) -> None:

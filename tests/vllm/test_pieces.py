@@ -106,6 +106,29 @@ def test_no_piece_gets_a_buffer_and_a_view_of_it() -> None:
         assert torch.equal(got, want)
 
 
+def test_no_size_crosses_from_piece_to_piece() -> None:
+    capture = Capture()
+    tokens = capture.graph.placeholder("s0")
+    tokens.meta["example_value"] = capture.tokens
+    x = capture.input("x", capture.tokens, 8)
+    size = capture.call(torch.Size, [tokens, 4])
+    buffer = capture.call(torch.empty, size, dtype=torch.float32)
+    capture.call(torch.ops.afd_test.cut, x)
+    low = capture.call(operator.getitem, x, (Ellipsis, slice(None, 4)))
+    capture.call(operator.setitem, buffer, slice(None), low)
+    gm = _valued(capture.module(capture.call("reshape", buffer, size)))
+    keep_views_inside(gm.graph, _splits(CUT))
+    gm.graph.lint()
+    gm.recompile()
+    cut, items = _pieces(gm, CUT)
+    for item in items:
+        for value in item.graph.graph.output_node().all_input_nodes:
+            assert not isinstance(value.meta["example_value"], torch.Size)
+    x = torch.randn(5, 8)
+    (got,) = cut(5, x.clone())
+    assert torch.equal(got, 2 * x[:, :4])
+
+
 def _executed(gm: fx.GraphModule, names: list[str]) -> str:
     """vLLM's code for a graph whose pieces are compiled."""
     from vllm.compilation.codegen import generate_execution_code
