@@ -198,17 +198,21 @@ def end(served: Served) -> None:
 # The last test: it ends the servers.
 def test_nothing_is_left_behind(served: Served) -> None:
     """V2: the server is told to stop in the middle of a request. V3: the FFN process dies."""
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(served.server.complete, [5, 6, 7], LONG)
-        wait_until(lambda: metric(served.server, RUNNING) == 1, "the request does not run")
+    with served.server.start([5, 6, 7], LONG) as asked:
+        asked.readline()
         end(served)
-        wait_until(asked.done, "the request hangs")
-        with suppress(OSError, RuntimeError, HTTPException):
-            # vLLM may end what it answered so far as if it were a whole answer.
-            assert len(asked.result().tokens) < LONG
+        if served.family == "deepseek_v3":
+            with suppress(OSError, HTTPException):
+                # vLLM may end what it answered so far as if it were a whole answer.
+                assert asked.read().count(b"data:") < LONG
+        wait_until(
+            lambda: not any(is_running(pid) for pid in served.processes),
+            "processes are left behind",
+        )
+    if served.family == "deepseek_v2" and served.server.process.poll() is None:
+        # vLLM ends the engine before the answers, and its HTTP server may wait for one that nobody
+        # ends any more; a second signal ends the waiting.
+        end(served)
     wait_until(lambda: served.server.process.poll() is not None, "the server goes on")
-    wait_until(
-        lambda: not any(is_running(pid) for pid in served.processes), "processes are left behind"
-    )
     if served.family == "deepseek_v3":
         assert re.search(r"FFN process.*\[layer=\d+, stage=\d\]", served.server.log.read_text())
