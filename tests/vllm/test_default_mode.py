@@ -49,6 +49,8 @@ class Served:
 
     def __init__(self, name: str, engine: Any, checkpoint: Any) -> None:
         self.family, self._compilation, self._options, self._environment = FORMS[name]
+        # The router of layers that are one operator is compiled by vLLM apart, in every process.
+        self.compiles_router = "AFD_TEST_OPAQUE" in self._environment
         self._engine, self._checkpoint = engine, checkpoint
         self._cache = engine.folder / f"default_mode_{name}"
 
@@ -159,7 +161,8 @@ def test_second_start_compiles_nothing(cold: Any, reference: Any) -> None:
     assert loaded.pop("num_compiled_artifacts_loaded") > 0
     assert loaded == {"num_models_seen": 1, "num_aot_artifacts_loaded": 1}
     # Nothing was captured, and Inductor was not asked.
-    assert not {"stats", "frames", "aot_autograd"} & set(second["pytorch"])
+    if not form.compiles_router:
+        assert not {"stats", "frames", "aot_autograd"} & set(second["pytorch"])
     assert "AFD loaded the model" in second["log"]
     assert "AFD compiled the model" not in second["log"]
 
@@ -175,5 +178,7 @@ def test_other_source_compiles_all_again(cold: Any, reference: Any) -> None:
     assert "num_compiled_artifacts_loaded" not in other["compilations"]
     # Not even PyTorch's caches, which know nothing of our operators' meaning, were of use.
     cached = other["pytorch"]["aot_autograd"]
-    assert cached["autograd_cache_miss"] == first["pytorch"]["aot_autograd"]["autograd_cache_miss"]
-    assert "autograd_cache_hit" not in cached
+    missed = first["pytorch"]["aot_autograd"]["autograd_cache_miss"]
+    hit = cached.get("autograd_cache_hit", 0)
+    assert (hit > 0) == form.compiles_router
+    assert cached["autograd_cache_miss"] + hit == missed
