@@ -18,7 +18,45 @@ from afd_graph.cli.output import note
 from afd_graph.cli.signals import Signals, Told, end
 from afd_graph.errors import AFDError
 
+_WORLD_OPTIONS = (
+    click.option("--dtype", help="Of weights and rows.  [default: the checkpoint's]"),
+    click.option("--dynamic-quant", is_flag=True, help="Send int8 rows with one scale each."),
+    click.option(
+        "--credits",
+        "credit_count",
+        type=click.IntRange(1),
+        default=2,
+        show_default=True,
+        help="Dispatches in flight.",
+    ),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=float,
+        default=60.0,
+        show_default=True,
+        help="Seconds after which a rank that does not respond is an error.",
+    ),
+    click.option(
+        "--connect-timeout",
+        "connect_timeout_s",
+        type=float,
+        default=600.0,
+        show_default=True,
+        help="Seconds that all ranks may take to start and load.",
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1), default=1, show_default=True, help="Of this rank."
+    ),
+)
 _STATE_S = 1.0  # how often the state on a terminal is renewed
+
+
+def world_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command`` the options on which the ranks of a world must agree, and its threads."""
+    for option in reversed(_WORLD_OPTIONS):
+        command = option(command)
+    return command
 
 
 def serve_experts(world: Any, experts: Any, policy: str) -> None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import click
 
-from afd_graph.cli.ffn_role import run_rank, serve_experts
+from afd_graph.cli.ffn_role import run_rank, serve_experts, world_options
 from afd_graph.cli.output import note
 from afd_graph.cli.signals import Signals, Told
 from afd_graph.config import SPLITS
@@ -46,16 +46,6 @@ from afd_graph.errors import ConfigError, ConnectorError
     show_default=True,
     help="Most tokens of one step of a replica.",
 )
-@click.option("--dtype", help="Of weights and rows, such as bfloat16.  [default: the checkpoint's]")
-@click.option("--dynamic-quant", is_flag=True, help="Send int8 rows with one scale each.")
-@click.option(
-    "--credits",
-    "credit_count",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Dispatches in flight.",
-)
 @click.option(
     "--split",
     type=click.Choice([s for s in SPLITS if s not in ("cost", "auto")]),
@@ -63,24 +53,8 @@ from afd_graph.errors import ConfigError, ConnectorError
     show_default=True,
     help="Where a step is cut in two stages.",
 )
+@world_options
 @click.option("--sequence-parallel", is_flag=True, help="Keep one rank's rows between the sums.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="Seconds after which a rank that does not respond is an error.",
-)
-@click.option(
-    "--connect-timeout",
-    "connect_timeout_s",
-    type=float,
-    default=600.0,
-    show_default=True,
-    help="Seconds that all ranks may take to start and load.",
-)
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="A rank.")
 @click.option(
     "--prompts",
     type=click.File("r"),

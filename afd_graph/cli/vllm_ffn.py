@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from afd_graph.cli.ffn_role import run_rank, serve_experts
+from afd_graph.cli.ffn_role import run_rank, serve_experts, world_options
 from afd_graph.cli.output import note
 from afd_graph.cli.signals import Signals
 
@@ -35,33 +35,7 @@ from afd_graph.cli.signals import Signals
     show_default=True,
     help="Which of them this one is; each owns an equal share of the experts.",
 )
-@click.option("--dtype", help="Of weights and rows, as vLLM's.  [default: the checkpoint's]")
-@click.option("--dynamic-quant", is_flag=True, help="Send int8 rows with one scale each.")
-@click.option(
-    "--credits",
-    "credit_count",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Dispatches in flight.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="Seconds after which a rank that does not respond is an error.",
-)
-@click.option(
-    "--connect-timeout",
-    "connect_timeout_s",
-    type=float,
-    default=600.0,
-    show_default=True,
-    help="Seconds that vLLM may take to start and load.",
-)
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of experts.")
+@world_options
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
     """Run the experts of a model that vLLM serves, on a rank of their own.
