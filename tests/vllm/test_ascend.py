@@ -61,6 +61,9 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Any:
                     "OMP_NUM_THREADS": "1",
                     "VLLM_PLUGINS": "ascend",
                     "VLLM_USE_AOT_COMPILE": "0",  # vLLM-Ascend's compiler has nothing to store
+                    # Its operators may return what they were given, which PyTorch 2.13 warns of,
+                    # and refuses where CI is set.
+                    "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "0",
                     "VLLM_NO_USAGE_STATS": "1",
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_CACHE_ROOT": str(folder / "cache"),
