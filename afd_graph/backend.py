@@ -26,7 +26,7 @@ from afd_graph.attention import keep_attention_whole
 from afd_graph.compiled_graph import CompiledGraph, guarded, without_cut
 from afd_graph.config import AFDConfig
 from afd_graph.connectors import Connector
-from afd_graph.dump import GraphDump, write_dumped_trace, write_report
+from afd_graph.dump import GraphDump, write_report, write_run
 from afd_graph.errors import AFDError, ConfigError, ConnectorError, TrainingError
 from afd_graph.lowering import decompositions, lower
 from afd_graph.metadata import AttentionMetadata
@@ -319,9 +319,7 @@ class AFDBackend:
         is_open, directory = self._finalizer.alive, self.config.dump_dir
         self._finalizer()
         if is_open and directory is not None and self._report.graphs:
-            write_report(self._report, directory)
-            if self._tracer is not None:
-                write_dumped_trace(self._tracer.trace(), directory)
+            write_run(self._report, directory)
 
     def __enter__(self) -> AFDBackend:
         return self

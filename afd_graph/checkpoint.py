@@ -61,7 +61,7 @@ def make(recipe: Recipe, piece: Callable[[int, str, Rows], torch.Tensor], rows: 
     return torch.cat([make(part, piece, rows) for part in recipe["concat"]], dim)
 
 
-def shape(recipe: Recipe, piece: Callable[[int, str], tuple[int, ...]]) -> tuple[int, ...]:
+def _shape_of(recipe: Recipe, piece: Callable[[int, str], tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of what :func:`make` returns.
 
     Raises:
@@ -70,7 +70,7 @@ def shape(recipe: Recipe, piece: Callable[[int, str], tuple[int, ...]]) -> tuple
     if "name" in recipe:
         return piece(recipe["file"], recipe["name"])
     parts = recipe["stack"] if "stack" in recipe else recipe["concat"]
-    first, *others = [list(shape(part, piece)) for part in parts]
+    first, *others = [list(_shape_of(part, piece)) for part in parts]
     dim = recipe.get("dim")
     for other in others:
         if len(other) != len(first) or any(
@@ -138,10 +138,20 @@ class Checkpoint:
     def routed_names(self) -> dict[str, int]:
         """The stacked parameters of routed experts -> number of experts."""
         return {
-            name: shape(recipe, self._shape)[0]
-            for name, recipe in self.recipes.items()
-            if is_routed(name)
+            name: self.shape(recipe)[0] for name, recipe in self.recipes.items() if is_routed(name)
         }
+
+    def stored(self) -> dict[str, int]:
+        """Name of each tensor of the files -> position of its file."""
+        return {name: i for i in range(len(self.files)) for name in self._opened(i).keys()}  # noqa: SIM118
+
+    def shape(self, recipe: Recipe) -> tuple[int, ...]:
+        """The shape of a parameter.
+
+        Raises:
+            ValueError: its pieces do not fit together.
+        """
+        return _shape_of(recipe, self._shape)
 
     def fingerprint(self) -> str:
         """Hex digest that ranks compare: architecture, names, types, shapes, samples of values.
@@ -151,7 +161,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         config = {k: v for k, v in self.config.items() if k not in _INCIDENTAL}
         digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-        stored = {name: i for i in range(len(self.files)) for name in self._opened(i).keys()}  # noqa: SIM118
+        stored = self.stored()
         for name in sorted(stored):
             tensor = self._opened(stored[name]).get_tensor(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -23,6 +23,7 @@ from afd_graph.validation import (
     check_known_keys,
     check_mapping,
     check_num_stages,
+    check_seconds,
     normalise_split,
     parse_bool,
 )
@@ -152,13 +153,11 @@ class AFDConfig:
                 f"exact=True cannot be promised: {what}",
                 remedy="use lowering='eager' and sequence_parallel=False, or exact=False",
             )
-        timeout = self.timeout_s
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout < float("inf"):
-            raise ConfigError(
-                f"timeout_s={timeout!r} is not a positive number of seconds",
-                remedy="set the longest time that an expert answer may take, such as 60",
-            )
+        check_seconds(
+            "timeout_s",
+            self.timeout_s,
+            "set the longest time that an expert answer may take, such as 60",
+        )
         if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
             raise ConfigError(f"dump_dir={self.dump_dir!r} is not a path", remedy="pass a path")
         if not isinstance(self.disabled_passes, (tuple, list)):

@@ -24,7 +24,6 @@ from afd_graph.report import GraphReport, Report
 from afd_graph.schedule_ir import StageCosts
 from afd_graph.simulate import simulate
 from afd_graph.trace import write_trace
-from afd_graph.tracing import Trace
 
 
 class GraphDump:
@@ -89,9 +88,13 @@ def write_report(report: Report, directory: str) -> None:
     path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def write_dumped_trace(trace: Trace, directory: str) -> None:
-    """Write the measured steps beside the graphs of their run."""
-    trace.write(Path(directory) / f"trace.rank{trace.rank}.json")
+def write_run(report: Report, directory: str) -> None:
+    """Write what a run counted and, if it was traced, its measured steps; called at its end."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    write_report(report, directory)
+    if report.trace is not None:
+        trace = report.trace()
+        trace.write(Path(directory) / f"trace.rank{trace.rank}.json")
 
 
 def count_difference(before: fx.Graph, after: fx.Graph) -> str:

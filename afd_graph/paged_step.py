@@ -56,7 +56,6 @@ class PagedStepChooser:
     Attributes:
         policy: the policy that made the last cut.
         last_plan: the plan of the last split step.
-        cuts_request: whether that cut went through a request.
     """
 
     def __init__(
@@ -80,8 +79,12 @@ class PagedStepChooser:
         self._plan = plan
         self.policy = GIVEN if plan is not None else config.split
         self.last_plan: StagePlan | None = None
-        self.cuts_request = False
         self._fits = fits
+
+    @property
+    def cuts_request(self) -> bool:
+        """Whether the last cut went through a request."""
+        return self.last_plan is not None and self.last_plan.cuts_request
 
     def choose(self, args: Sequence[Any]) -> tuple[Any, ...] | str:
         """What the two-stage program takes behind the inputs of the step, or why not to run it.
@@ -101,7 +104,7 @@ class PagedStepChooser:
         if isinstance(plan, str):
             return plan
         plan.check_parent(self._rows(args))
-        self.last_plan, self.policy, self.cuts_request = plan, plan.policy, plan.cuts_request
+        self.last_plan, self.policy = plan, plan.policy
         log.debug(
             "step of %s: %s, stages %s",
             step.counts,

@@ -52,7 +52,10 @@ def channel(name: str) -> Channel:
 
 
 def open_channel(
-    config: AFDConfig, connector: Connector | None = None, credits: int | None = None
+    config: AFDConfig,
+    connector: Connector | None = None,
+    credits: int | None = None,
+    channel_type: type[Channel] | None = None,
 ) -> Channel:
     """Open the attention side of a connector.
 
@@ -60,6 +63,7 @@ def open_channel(
         config: names the connector, when none is given, and says how to use it.
         connector: already built.
         credits: that the programs were scheduled for, when they are compiled already.
+        channel_type: kind of channel; the connector's own when None.
 
     Raises:
         ConfigError: the connector does not hold as many items as are wanted.
@@ -67,27 +71,36 @@ def open_channel(
     connector = connector or create_connector(config.connector, config.connector_options)
     try:
         connector.configured(config)
+        granted = check_credits(config, connector, credits)
     except BaseException:
         connector.close()
         raise
-    wanted = credits or config.credits
-    if wanted is not None and wanted > connector.credits:
-        connector.close()
-        raise ConfigError(
-            f"credits={wanted} is more than connector {config.connector!r} holds "
-            f"({connector.credits})",
-            remedy=f"set credits to {connector.credits} or less"
-            + ("" if credits is None else " and compile again"),
-        )
-    opened: Channel = (connector.channel_type or Channel)(
+    opened: Channel = (channel_type or connector.channel_type or Channel)(
         connector,
-        credits=wanted or connector.credits,
+        credits=granted,
         timeout_s=config.timeout_s,
         check_answers=config.check_answers,
         layout_log=config.layout_log,
     )
     opened.exact = config.exact
     return opened
+
+
+def check_credits(config: AFDConfig, connector: Connector, credits: int | None = None) -> int:
+    """The credits that ``connector`` is used with; arguments as for :func:`open_channel`.
+
+    Raises:
+        ConfigError: the connector does not hold as many items as are wanted.
+    """
+    wanted = credits or config.credits
+    if wanted is not None and wanted > connector.credits:
+        raise ConfigError(
+            f"credits={wanted} is more than connector {config.connector!r} holds "
+            f"({connector.credits})",
+            remedy=f"set credits to {connector.credits} or less"
+            + ("" if credits is None else " and compile again"),
+        )
+    return wanted or connector.credits
 
 
 @dataclass

@@ -122,6 +122,18 @@ def check_integer(key: str, value: Any, *, least: int | None = None) -> int:
     return value
 
 
+def check_seconds(key: str, value: Any, remedy: str) -> float:
+    """Return ``value`` if it is a positive, finite number; a bool is not a number.
+
+    Raises:
+        ConfigError: it is not; with ``remedy``.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value!r} is not a positive number of seconds", remedy=remedy)
+    return value
+
+
 def parse_bool(key: str, value: Any) -> bool:
     """Read a bool, 0/1, or one of 1/true/yes/on and 0/false/no/off in any case.
 

@@ -12,6 +12,7 @@ from typing import IO, Any
 import click
 
 from afd_graph.cli.ffn_role import run_rank, serve_experts, world_options
+from afd_graph.cli.model_options import parse_dtype
 from afd_graph.cli.output import note
 from afd_graph.cli.signals import Signals, Told
 from afd_graph.config import SPLITS
@@ -118,7 +119,7 @@ def _run(role: str, options: dict[str, Any], signals: Signals) -> None:
                 f"{world.name} was started with --role {role}",
                 remedy="start the attention ranks first, or leave --role out",
             )
-        dtype = getattr(torch, options["dtype"]) if options["dtype"] else None
+        dtype = parse_dtype(options["dtype"])
         checkpoint = None
         if options["artifact"]:
             described = _check_artifact(world, options)

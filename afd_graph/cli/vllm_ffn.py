@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from afd_graph.cli.ffn_role import run_rank, serve_experts, world_options
+from afd_graph.cli.model_options import parse_dtype
 from afd_graph.cli.output import note
 from afd_graph.cli.signals import Signals
 
@@ -74,7 +75,7 @@ def _run(path: str, options: dict[str, Any], _: Signals) -> None:
         address=options["address"],
         rank=rank,
     )
-    dtype = getattr(torch, options["dtype"]) if options["dtype"] else None
+    dtype = parse_dtype(options["dtype"])
     checkpoint = open_checkpoint(path, dtype)
     experts = PackedExperts(checkpoint, lambda number: ranks.expert_range(rank, number))
     note(f"{ranks.name(rank)}: loaded {experts.summary()}")

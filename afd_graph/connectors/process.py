@@ -31,6 +31,7 @@ from afd_graph.connectors.shared_memory import Segment
 from afd_graph.connectors.wire import ItemLayout, Kind, Message
 from afd_graph.errors import ConfigError, ConnectorError
 from afd_graph.ffn.program import FFNProgram
+from afd_graph.validation import check_seconds
 
 _DRAIN_S = 60.0  # longest wait for the answer to an abandoned item whose slot is needed
 
@@ -144,12 +145,11 @@ class ProcessConnector(Connector):
         if not _is_number(threads) or threads < 1:
             raise ConfigError(f"threads={threads!r} is not a number of threads", remedy="use 1")
         _check_cpus(cpus)
-        started = isinstance(start_timeout_s, float) or _is_number(start_timeout_s)
-        if not started or not 0 < start_timeout_s < float("inf"):
-            raise ConfigError(
-                f"start_timeout_s={start_timeout_s!r} is not a positive number of seconds",
-                remedy="leave it out, or set the processor time that a start may take",
-            )
+        check_seconds(
+            "start_timeout_s",
+            start_timeout_s,
+            "leave it out, or set the processor time that a start may take",
+        )
         if isinstance(imports, str) or not all(isinstance(name, str) for name in imports):
             raise ConfigError(
                 f"imports={imports!r} is not a list of modules", remedy="give a list of names"

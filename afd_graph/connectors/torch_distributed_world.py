@@ -274,13 +274,13 @@ class World:
                 remedy="start attention_ranks + ffn_ranks processes",
             )
         self.ranks = Ranks(attention, config.ffn_ranks, config.tp_size)
-        self.store_holder = self.ranks.name(0)
+        holder = self.ranks.name(0)
+        self.store_holder = holder if config.address else f"torchrun, or else in {holder},"
         self.tp_group: dist.ProcessGroup | None = None
         if config.address:
             self.requests = make_group(self._store, self.rank, size, config.connect_timeout_s)
             self.answers = self.requests
             return
-        self.store_holder = f"torchrun, or else in {self.store_holder},"
         limit = timedelta(seconds=config.timeout_s)
         if config.tp_size > 1:
             # Every rank takes part in making every group.

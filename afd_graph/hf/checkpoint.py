@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from afd_graph.checkpoint import Checkpoint, Recipe, open_safetensors, shape
+from afd_graph.checkpoint import Checkpoint, Recipe
 from afd_graph.errors import ConfigError, UnsupportedError
 from afd_graph.hf.config import load_config, read_config
 from afd_graph.hf.model import meta_model
@@ -50,11 +50,12 @@ def open_checkpoint(
             f"{folder} has no safetensors files",
             remedy="name the folder of a checkpoint with safetensors files",
         )
-    opened = [open_safetensors(folder / file) for file in files]
-    where = {name: position for position, each in enumerate(opened) for name in each.keys()}  # noqa: SIM118
+    recipes: dict[str, Recipe] = {}  # filled below, from what the checkpoint stores
+    checkpoint = Checkpoint(folder, files, recipes, config, dtype)
+    stored = checkpoint.stored()
     if model is None:
         model = meta_model(load_config(str(folder)))
-    recipes = _recipes(where, model)
+    recipes.update(_recipes(stored, model))
     _share_tied(recipes, model)
     for name, tensor in model.state_dict().items():
         if name not in recipes:
@@ -62,13 +63,8 @@ def open_checkpoint(
                 f"the checkpoint {folder} has no values for {name!r}",
                 remedy="name the folder of a complete checkpoint",
             )
-        _check_shape(
-            name,
-            tuple(tensor.shape),
-            recipes[name],
-            lambda file, piece: tuple(opened[file].get_slice(piece).get_shape()),
-        )
-    return Checkpoint(folder, files, recipes, config, dtype)
+        _check_shape(checkpoint, name, tuple(tensor.shape))
+    return checkpoint
 
 
 def _files(folder: Path) -> tuple[str, ...]:
@@ -85,9 +81,9 @@ def _files(folder: Path) -> tuple[str, ...]:
         ) from error
 
 
-def _check_shape(name: str, expected: tuple[int, ...], recipe: Recipe, piece: Any) -> None:
+def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
     try:
-        found = shape(recipe, piece)
+        found = checkpoint.shape(checkpoint.recipes[name])
     except ValueError as error:
         raise ConfigError(
             f"the pieces of the weight {name!r} do not fit together: {error}",

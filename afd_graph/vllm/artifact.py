@@ -35,20 +35,61 @@ _FORMAT = 2
 _CHECK_SIZE = 32
 
 
-class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
-    """A compiled model that vLLM calls with its own inputs.
+class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
+    """A model that vLLM calls with its own inputs, and may store after compiling it.
+
+    Args:
+        model: runs its steps.
+        entry: where vLLM will store it, if it was just compiled.
+
+    Attributes:
+        model: as given.
+        stored: what vLLM was given to store, until the entry has its checksum.
+    """
+
+    def __init__(self, model: ServedModel, entry: Path | None) -> None:
+        self.model = model
+        self.stored: bytes | None = None
+        self._unsealed = entry
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step."""
+        if self._unsealed is not None and self.stored is not None:
+            # vLLM stores a model after compiling it, and then runs it.
+            cache_entry.seal(self._unsealed, self.stored)
+            self._unsealed = self.stored = None
+        return self.model.run(*inputs)
+
+    @staticmethod
+    def opening() -> Any:
+        """vLLM's current configuration, whose entry is whole and whose operators are there.
+
+        Raises:
+            AFDError: the entry is damaged.
+        """
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+        cache_entry.check(cache_entry.entry_path(vllm_config))
+        register_stage_ops()
+        return vllm_config
+
+
+class CompiledModel(StoredModel):
+    """A compiled model whose programs run as plain PyTorch.
 
     Args:
         programs: what the passes made.
         vllm_config: vLLM's configuration of the model.
         ffn: where its experts go.
+        entry: where vLLM will store it, if it was just compiled.
     """
 
-    def __init__(self, programs: Programs, vllm_config: Any, ffn: FFNSide) -> None:
-        self._stored = dump_programs(programs, identity(vllm_config))
-        self._unsealed: Path | None = None
+    def __init__(
+        self, programs: Programs, vllm_config: Any, ffn: FFNSide, entry: Path | None = None
+    ) -> None:
         ffn.check(programs)
-        self.model = ServedModel(
+        model = ServedModel(
             programs.experts,
             programs.report,
             digest(programs),
@@ -56,6 +97,8 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
             programs.unsplit.forward,
             None if programs.split is None else programs.split.forward,
         )
+        super().__init__(model, entry)
+        self._programs, self._made_by = programs, identity(vllm_config)
 
     @classmethod
     def compile(cls, gm: fx.GraphModule, vllm_config: Any) -> CompiledModel:
@@ -71,20 +114,10 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
             log = observe.GraphLog(vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
             log.finish(programs.experts, programs.report)
-            compiled = cls(programs, vllm_config, ffn)
-            compiled._unsealed = cache_entry.entry_path(vllm_config)
-            return compiled
+            return cls(programs, vllm_config, ffn, cache_entry.entry_path(vllm_config))
         except BaseException:
             ffn.channel.close()
             raise
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run one step."""
-        if self._unsealed is not None:
-            # vLLM stores a model after compiling it, and then runs it.
-            cache_entry.seal(self._unsealed, self._stored)
-            self._unsealed = None
-        return self.model.run(*inputs)
 
     def finalize_loading(self, vllm_config: Any) -> None:
         """Called by vLLM when it has checked that the model's source is the same."""
@@ -92,7 +125,8 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
     @classmethod
     def serialize_compile_artifacts(cls, compiled: CompiledModel) -> bytes:
         """The programs, and what they were made by."""
-        return compiled._stored
+        compiled.stored = dump_programs(compiled._programs, compiled._made_by)
+        return compiled.stored
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> CompiledModel:
@@ -101,13 +135,9 @@ class CompiledModel(_compat.serializable_callable()):  # type: ignore[misc]
         Raises:
             AFDError: it was stored by something else than what runs now, or is damaged.
         """
-        from vllm.config import get_current_vllm_config
-
         from afd_graph.vllm import runner_hook
 
-        vllm_config = get_current_vllm_config()
-        cache_entry.check(cache_entry.entry_path(vllm_config))
-        register_stage_ops()
+        vllm_config = cls.opening()
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
         observe.loaded(programs.experts, programs.report)

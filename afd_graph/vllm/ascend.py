@@ -1,7 +1,7 @@
 """Which versions of vLLM-Ascend the hooks were written for, and what is refused on it.
 
 A version is checked when its published source was read, and its modules imported and driven by the
-hooks with stand-ins for what needs an NPU (``tests/vllm/test_ascend_runner.py``). An installed
+hooks with stand-ins for what needs an NPU (``tests/vllm/test_ascend.py``). An installed
 version that is not in :data:`VERSIONS`, or differs from its entry at the hook points, is refused
 with what differs. Nothing of this ever ran on an NPU, and the log says so.
 
@@ -104,9 +104,9 @@ VERSIONS = (
 """The versions that were checked."""
 
 
-def is_ascend(platform: Any) -> bool:
-    """Whether a platform of vLLM is that of vLLM-Ascend."""
-    return type(platform).__module__.split(".")[0] == "vllm_ascend"
+def is_ascend(part: Any) -> bool:
+    """Whether a platform or a layer is one of vLLM-Ascend."""
+    return type(part).__module__.split(".")[0] == "vllm_ascend"
 
 
 def check_installed() -> AscendVersion:

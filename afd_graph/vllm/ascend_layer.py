@@ -20,11 +20,6 @@ _ND = 2
 """CANN's number of the ordinary tensor format."""
 
 
-def is_ascend_layer(layer: Any) -> bool:
-    """Whether a MoE layer is one of vLLM-Ascend."""
-    return type(layer).__module__.split(".")[0] == "vllm_ascend"
-
-
 def check_ascend_layer(layer: Any, name: str) -> None:
     """Refuse a layer whose experts cannot be taken out.
 

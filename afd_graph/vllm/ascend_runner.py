@@ -31,8 +31,9 @@ from afd_graph.errors import PlanError
 from afd_graph.metadata import FieldKind
 from afd_graph.planner import Stage
 from afd_graph.vllm import ascend
-from afd_graph.vllm.runner_hook import with_stages, wrap
+from afd_graph.vllm.runner_hook import with_stages
 from afd_graph.vllm.runner_rules import RunnerRules
+from afd_graph.vllm.wrapping import wrap
 
 log = logging.getLogger("vllm.afd_graph")
 

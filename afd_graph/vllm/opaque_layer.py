@@ -16,6 +16,7 @@ from torch.fx.node import has_side_effect
 
 from afd_graph.errors import UnsupportedError
 from afd_graph.vllm import ascend_layer
+from afd_graph.vllm.ascend import is_ascend
 
 _library = torch.library.Library("afd", "FRAGMENT")
 _library.define(
@@ -42,7 +43,7 @@ def checked_layer(layer: Any, name: str) -> Any:
     Raises:
         UnsupportedError: what cannot be taken out, by name.
     """
-    if ascend_layer.is_ascend_layer(layer):
+    if is_ascend(layer):
         ascend_layer.check_ascend_layer(layer, name)
         return layer
     problem = None
@@ -69,7 +70,7 @@ def _route(
     layer_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer = moe_layer(layer_name)
-    if ascend_layer.is_ascend_layer(layer):
+    if is_ascend(layer):
         return ascend_layer.route(layer, hidden, router_logits)
     layer.routed_experts._ensure_moe_quant_config_init()
     if layer.gate is not None:
@@ -96,7 +97,7 @@ def _route_fake(
 
 def _shared(rows: torch.Tensor, layer_name: str) -> torch.Tensor:
     layer = moe_layer(layer_name)
-    if ascend_layer.is_ascend_layer(layer):
+    if is_ascend(layer):
         return ascend_layer.shared(layer, rows)
     return layer.shared_experts._layer(rows)
 

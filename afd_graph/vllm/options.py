@@ -17,6 +17,7 @@ from afd_graph.connectors import connector_names, create_connector
 from afd_graph.connectors.torch_distributed_world import WorldConfig
 from afd_graph.cost_model import CostModel
 from afd_graph.errors import ConfigError
+from afd_graph.runtime import check_credits
 from afd_graph.validation import check_known_keys
 from afd_graph.vllm.ranks import check_options
 
@@ -88,16 +89,7 @@ def _check_connector(config: AFDConfig) -> None:
     elif config.connector == "process":
         connector = create_connector("process", given)  # starts nothing yet
         connector.close()
-        if config.credits is not None and config.credits > connector.credits:
-            raise too_many_credits(config, connector.credits)
-
-
-def too_many_credits(config: AFDConfig, offered: int) -> ConfigError:
-    """The error for more credits than the connector has."""
-    return ConfigError(
-        f"credits={config.credits} is more than connector {config.connector!r} holds ({offered})",
-        remedy=f"set credits to {offered} or less",
-    )
+        check_credits(config, connector)
 
 
 def _costs(values: Mapping[str, Any]) -> CostModel:

@@ -28,7 +28,7 @@ from afd_graph import _compat
 from afd_graph.errors import AFDError, ConfigError, PassError
 from afd_graph.report import GraphReport
 from afd_graph.vllm import cache_entry, observe
-from afd_graph.vllm.artifact import identity, seal, unseal
+from afd_graph.vllm.artifact import StoredModel, identity, seal, unseal
 from afd_graph.vllm.options import options_of
 from afd_graph.vllm.piece_inputs import keep_views_inside
 from afd_graph.vllm.piece_order import (
@@ -241,7 +241,7 @@ class PiecewisePrograms:
         return cls(expected, calls, experts, report, unsplit, split[0] if split else None)
 
 
-class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
+class PiecewiseModel(StoredModel):
     """A model whose programs vLLM compiled in pieces.
 
     Args:
@@ -254,10 +254,8 @@ class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
         self, programs: PiecewisePrograms, ffn: FFNSide, entry: Path | None = None
     ) -> None:
         self._programs = programs
-        self._unsealed = entry
-        self._stored: bytes | None = None
         split = programs.split
-        self.model = ServedModel(
+        model = ServedModel(
             programs.experts,
             programs.report,
             programs.calls,
@@ -265,14 +263,7 @@ class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
             programs.unsplit.run,
             None if split is None else split.run,
         )
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run one step."""
-        if self._unsealed is not None and self._stored is not None:
-            # vLLM stores a model after compiling it, and then runs it.
-            cache_entry.seal(self._unsealed, self._stored)
-            self._unsealed = self._stored = None
-        return self.model.run(*inputs)
+        super().__init__(model, entry)
 
     def finalize_loading(self, vllm_config: Any) -> None:
         """Called by vLLM when it has checked that the model's source is the same.
@@ -289,8 +280,8 @@ class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
     @classmethod
     def serialize_compile_artifacts(cls, compiled: PiecewiseModel) -> bytes:
         """The programs, and what they were made by."""
-        compiled._stored = compiled._programs.dump()
-        return compiled._stored
+        compiled.stored = compiled._programs.dump()
+        return compiled.stored
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> PiecewiseModel:
@@ -299,13 +290,9 @@ class PiecewiseModel(_compat.serializable_callable()):  # type: ignore[misc]
         Raises:
             AFDError: it was stored by something else than what runs now, or is damaged.
         """
-        from vllm.config import get_current_vllm_config
-
         from afd_graph.vllm import runner_hook
 
-        vllm_config = get_current_vllm_config()
-        cache_entry.check(cache_entry.entry_path(vllm_config))
-        register_stage_ops()
+        vllm_config = cls.opening()
         programs = PiecewisePrograms.load(data, identity(vllm_config))
         runner_hook.install(vllm_config)
         return cls(programs, FFNSide(options_of(vllm_config).config, vllm_config))

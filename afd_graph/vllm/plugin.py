@@ -13,16 +13,14 @@ A second call changes nothing.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from afd_graph.vllm.options import BACKEND, options_of
+from afd_graph.vllm.wrapping import wrap
 
 log = logging.getLogger("vllm.afd_graph")
 
-_MARK = "_afd_wrapped"
 _SETTING = f"""--compilation-config '{{"mode": "DYNAMO_TRACE_ONCE", "backend": "{BACKEND}"}}'"""
 _ASCEND_SETTING = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
 _said: set[str] = set()
@@ -32,16 +30,8 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``."""
     from vllm.config import CompilationConfig, VllmConfig
 
-    _wrap(CompilationConfig, "init_backend", _giving_ours)
-    _wrap(VllmConfig, "__post_init__", _saying_what_is_missing)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    if not getattr(original, _MARK, False):
-        wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, _MARK, True)
-        setattr(owner, name, wrapped)
+    wrap(CompilationConfig, "init_backend", _giving_ours)
+    wrap(VllmConfig, "__post_init__", _saying_what_is_missing)
 
 
 def _giving_ours(original: Any) -> Any:

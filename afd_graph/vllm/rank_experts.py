@@ -30,7 +30,7 @@ def announced_program(
     dtype: torch.dtype,
     activation: str,
     isa: str,
-    made_by: str,
+    calls: str,
 ) -> FFNProgram:
     """The program of a layer whose weights an FFN rank has.
 
@@ -43,13 +43,13 @@ def announced_program(
         dtype: of rows and weights.
         activation: vLLM's name of the activation.
         isa: vLLM's name of the kernel.
-        made_by: of the attention program; an FFN rank refuses layers of different ones.
+        calls: digest of the attention programs; an FFN rank refuses layers of different ones.
     """
     padded = padded_width(isa, width)
     shapes = (experts, 2 * padded, hidden), (experts, hidden, padded)
     w13, w2 = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    program = expert_program(layer, name, (w13, w2, None, None), dtype, hidden, activation, isa)
-    program.key = f"layer {layer} of {made_by}"
+    program = expert_program(layer, name, (w13, w2, None, None), activation, isa)
+    program.key = f"layer {layer} of {calls}"
     return program
 
 

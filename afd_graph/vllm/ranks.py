@@ -149,7 +149,7 @@ def announce(
     weights: Sequence[torch.Tensor | None],
     activation: str,
     isa: str,
-    made_by: str,
+    calls: str,
 ) -> None:
     """Name a layer's experts to the FFN ranks; vLLM's own have no memory afterwards.
 
@@ -160,7 +160,7 @@ def announce(
         weights: this rank's slices of w13 and w2, packed, and of their biases, or None.
         activation: vLLM's name of the activation.
         isa: vLLM's name of the kernel.
-        made_by: of the programs of this rank; those of all ranks must be equal.
+        calls: digest of the programs of this rank; those of all ranks must be equal.
 
     Raises:
         ConfigError: they are not equal slices of experts as the checkpoint has them.
@@ -189,7 +189,7 @@ def announce(
             w13.dtype,
             activation,
             isa,
-            made_by,
+            calls,
         )
     )
     for weight in (w13, w2):

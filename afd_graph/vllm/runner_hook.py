@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -25,9 +24,10 @@ from typing import Any
 from afd_graph.metadata import AttentionMetadata
 from afd_graph.planner import NoSplit, Stage
 from afd_graph.vllm.options import Options, options_of
-from afd_graph.vllm.runner_rules import MARK, UPSTREAM, RunnerRules, listening
+from afd_graph.vllm.runner_rules import UPSTREAM, RunnerRules, listening
 from afd_graph.vllm.stage_context import StagedMetadata, UnsplitMetadata
-from afd_graph.vllm.step_plan import plan_step, stage_pairs
+from afd_graph.vllm.step_plan import plan_step, stage_pairs, step_lengths
+from afd_graph.vllm.wrapping import wrap
 
 log = logging.getLogger("vllm.afd_graph")
 
@@ -61,15 +61,6 @@ def install(vllm_config: Any) -> None:
     worker_rules.install()
     wrap(GPUModelRunner, "_build_attention_metadata", with_stages)
     wrap(AttentionGroup, "build_metadata", listening)
-
-
-def wrap(owner: type, name: str, wrapper: Any) -> None:
-    """Replace the method ``name`` of ``owner`` by ``wrapper(method)``, once."""
-    original = getattr(owner, name)
-    if not getattr(original, MARK, False):
-        wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, MARK, True)
-        setattr(owner, name, wrapped)
 
 
 def uses_backend(vllm_config: Any) -> Options | None:
@@ -107,7 +98,8 @@ def with_stages(original: Any, rules: RunnerRules = UPSTREAM) -> Any:
             log.debug("step unsplit, %s: %s", plan.reason, plan.detail)
             return UnsplitMetadata(built, str(plan.reason), pairs), common
         log.debug("step split: %s", plan.stages)
-        lengths = _sequence_lengths(self, scheduled)
+        counts, contexts = step_lengths(self.input_batch, scheduled)
+        lengths = (counts + contexts).tolist()
         rules.own(built)
         stages: list[dict[str, Any]] = []
         for number, stage in enumerate(plan.stages):
@@ -156,14 +148,6 @@ def _stage_group(group: Any, runner: Any, stage: int) -> Any:
             mine.create_metadata_builders(runner.vllm_config, runner.device, block_size, 1)
         made[stage] = mine
     return made[stage]
-
-
-def _sequence_lengths(runner: Any, scheduled: Mapping[str, int]) -> list[int]:
-    computed = runner.input_batch.num_computed_tokens_cpu
-    return [
-        int(computed[i]) + scheduled[request]
-        for i, request in enumerate(runner.input_batch.req_ids)
-    ]
 
 
 def _cut(step: Any, stage: Stage, lengths: list[int], runner: Any, rules: RunnerRules) -> Any:

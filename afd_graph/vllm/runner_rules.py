@@ -14,9 +14,6 @@ from typing import Any
 from afd_graph.metadata import FieldKind
 from afd_graph.planner import Stage
 
-MARK = "_afd_wrapped"
-"""Attribute of a wrapped method."""
-
 
 def _nothing(*args: Any) -> None:
     pass

@@ -10,7 +10,6 @@ import logging
 import multiprocessing.util
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +19,17 @@ from afd_graph.config import AFDConfig
 from afd_graph.connectors import create_connector
 from afd_graph.connectors.base import Connector
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
-from afd_graph.dump import write_dumped_trace, write_report
+from afd_graph.dump import write_run
 from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import GraphReport, LayerReport, Report, StepTaken
-from afd_graph.runtime import Channel, channel_named
+from afd_graph.runtime import Channel, channel_named, open_channel
 from afd_graph.tracing import Tracer
 from afd_graph.vllm import ranks
 from afd_graph.vllm.ascend import is_ascend
-from afd_graph.vllm.ascend_layer import ascend_program, is_ascend_layer
+from afd_graph.vllm.ascend_layer import ascend_program
 from afd_graph.vllm.experts import expert_program, load_kernels
 from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
-from afd_graph.vllm.options import too_many_credits
 from afd_graph.vllm.programs import CHANNEL, ExpertSource, Programs
 from afd_graph.vllm.shared_rows import SharedRowsChannel, check_sums
 from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
@@ -76,18 +74,11 @@ class FFNSide:
             self.connector = ranks.make_connector(config, vllm_config)
         else:
             self.connector = create_connector(config.connector, config.connector_options)
-        offered = self.connector.credits
-        if config.credits is not None and config.credits > offered:
-            self.connector.close()
-            raise too_many_credits(config, offered)
         self.shares_rows = on_ranks and self.tensor_parallel[0] > 1
-        channel_type = SharedRowsChannel if self.shares_rows else self.connector.channel_type
-        self.channel = (channel_type or Channel)(
+        self.channel = open_channel(
+            config,
             self.connector,
-            credits=config.credits or offered,
-            timeout_s=config.timeout_s,
-            check_answers=config.check_answers,
-            layout_log=config.layout_log,
+            channel_type=SharedRowsChannel if self.shares_rows else None,
         )
         self.channel.tensor_parallel = self.tensor_parallel
 
@@ -98,18 +89,15 @@ class FFNSide:
         weights: Sequence[torch.Tensor | None],
         activation: str,
         isa: str,
-        made_by: str,
+        calls: str,
     ) -> None:
         """Take the experts of a layer (:func:`afd_graph.vllm.ranks.announce`)."""
-        w13, w2 = weights[0], weights[1]
-        assert w13 is not None
-        assert w2 is not None
         if isinstance(self.connector, TorchDistributedConnector):
-            ranks.announce(self.connector, layer, name, weights, activation, isa, made_by)
+            ranks.announce(self.connector, layer, name, weights, activation, isa, calls)
         else:
-            self.connector.add_program(
-                expert_program(layer, name, weights, w13.dtype, w2.shape[1], activation, isa)
-            )
+            self.connector.add_program(expert_program(layer, name, weights, activation, isa))
+        w13 = weights[0]
+        assert w13 is not None
         self.channel.num_experts[layer] = w13.shape[0]
 
     def check(self, programs: Programs) -> None:
@@ -130,7 +118,7 @@ class ServedModel:
     Args:
         experts: where each MoE layer's weights are.
         found: what the passes found and did.
-        made_by: :func:`afd_graph.vllm.programs.digest` of the programs.
+        calls: :func:`afd_graph.vllm.programs.digest` of the programs.
         ffn: where its experts go.
         unsplit: the unsplit program.
         split: the two-stage program, if there is one.
@@ -143,14 +131,14 @@ class ServedModel:
         self,
         experts: Sequence[ExpertSource],
         found: GraphReport,
-        made_by: str,
+        calls: str,
         ffn: FFNSide,
         unsplit: Callable[..., Any],
         split: Callable[..., Any] | None,
     ) -> None:
         self._experts = experts
         self._why_unsplit = found.unsplit_reason
-        self._made_by = made_by
+        self._calls = calls
         self._channel = ffn.channel
         self._ffn = ffn
         self._unsplit, self._split = unsplit, split
@@ -223,27 +211,28 @@ class ServedModel:
         """Give the experts to the FFN side; vLLM's parameters have no memory afterwards."""
         for number, source in enumerate(self._experts):
             layer = None if source.inputs else moe_layer(source.name)
-            if is_ascend_layer(layer):
-                self._bind_ascend(number, source, layer)
-                continue
-            load_kernels()
-            weights, activation, isa, top_k, shared = self._weights(source, inputs)
-            self._ffn.take(number, source.name, weights, activation, isa, self._made_by)
+            if is_ascend(layer):
+                top_k, shared = self._bind_ascend(number, source.name, layer)
+            else:
+                load_kernels()
+                weights, activation, isa, top_k, shared = self._weights(source, inputs)
+                self._ffn.take(number, source.name, weights, activation, isa, self._calls)
             experts = self._channel.num_experts[number]
             self.report.layers.append(
                 LayerReport(number, source.name, experts, top_k, shared, source.gate)
             )
         self._bound = True
 
-    def _bind_ascend(self, number: int, source: ExpertSource, layer: Any) -> None:
-        """Announce experts that other ranks hold; vLLM-Ascend keeps its own copy."""
-        program = ascend_program(number, source.name, layer)
+    def _bind_ascend(self, number: int, name: str, layer: Any) -> tuple[int, int]:
+        """Announce experts that other ranks hold; vLLM-Ascend keeps its own copy.
+
+        Returns:
+            Experts per token, and whether there are shared ones.
+        """
+        program = ascend_program(number, name, layer)
         self._ffn.connector.add_program(program)
         self._channel.num_experts[number] = program.num_experts
-        top_k, shared = layer.moe_config.experts_per_token, int(layer._shared_experts is not None)
-        self.report.layers.append(
-            LayerReport(number, source.name, program.num_experts, top_k, shared, source.gate)
-        )
+        return layer.moe_config.experts_per_token, int(layer._shared_experts is not None)
 
     @staticmethod
     def _weights(
@@ -277,10 +266,7 @@ class ServedModel:
 def _close(channel: Channel, report: Report) -> None:
     channel.close()
     if report.dump_dir is not None:
-        Path(report.dump_dir).mkdir(parents=True, exist_ok=True)
-        write_report(report, report.dump_dir)
-        if report.trace is not None:
-            write_dumped_trace(report.trace(), report.dump_dir)
+        write_run(report, report.dump_dir)
 
 
 def served_models() -> list[ServedModel]:

@@ -31,7 +31,7 @@ def plan_step(
         config: the split policy.
     """
     batch = runner.input_batch
-    counts, contexts = _lengths(batch, num_scheduled_tokens)
+    counts, contexts = step_lengths(batch, num_scheduled_tokens)
     costs = config.costs
     if costs is not None:
         costs = dataclasses.replace(costs, context_lens=contexts.tolist())
@@ -51,7 +51,7 @@ def stage_pairs(
     runner: Any, num_scheduled_tokens: Mapping[str, int], plan: StagePlan | NoSplit
 ) -> tuple[int, ...]:
     """Query-key pairs of each stage of a step, of the whole step where it is not cut."""
-    counts, contexts = _lengths(runner.input_batch, num_scheduled_tokens)
+    counts, contexts = step_lengths(runner.input_batch, num_scheduled_tokens)
     starts = np.concatenate(([0], np.cumsum(counts)))
     cuts = [] if isinstance(plan, NoSplit) else [s.token_slice.start for s in plan.stages[1:]]
     before = []
@@ -61,7 +61,9 @@ def stage_pairs(
     return tuple(after - earlier for earlier, after in pairwise(before))
 
 
-def _lengths(batch: Any, num_scheduled_tokens: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def step_lengths(
+    batch: Any, num_scheduled_tokens: Mapping[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Scheduled tokens of each request, and its tokens in the cache."""
     counts = np.array([num_scheduled_tokens[i] for i in batch.req_ids], dtype=np.int64)
     return counts, batch.num_computed_tokens_cpu[: len(counts)].astype(np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from afd_graph.errors import UnsupportedError
+from afd_graph.vllm.wrapping import wrap
 
 _TOUCH_WEIGHTS = {
     "reload_weights": "loads weights",
@@ -22,8 +23,6 @@ _TOUCH_WEIGHTS = {
 def install() -> None:
     """Wrap those methods of vLLM's worker, each once."""
     from vllm.v1.worker.gpu_worker import Worker
-
-    from afd_graph.vllm.runner_hook import wrap
 
     for name, what in _TOUCH_WEIGHTS.items():
         if hasattr(Worker, name):  # older versions have fewer

@@ -101,7 +101,7 @@ def hooks_install_once() -> None:
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     from afd_graph.vllm import ascend, runner_hook
-    from afd_graph.vllm.runner_rules import MARK
+    from afd_graph.vllm.wrapping import MARK
 
     assert ascend.is_ascend(current_platform)
     runner_hook.install(SETUP.config)

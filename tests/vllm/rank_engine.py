@@ -7,7 +7,6 @@ The workers are processes: what happens in them is asked and told by ``collectiv
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -18,24 +17,18 @@ from typing import Any
 
 from engine import build
 
+from policy import counters as steps_so_far
+from policy import set_policy
+
 
 def use_policy(worker: Any, split: str) -> None:
     """On a worker: cut steps by another policy, as only a test may do."""
-    from afd_graph.vllm import runner_hook
-
-    runner = worker.model_runner
-    options = runner_hook.options_of_runner(runner)
-    config = options.config.replace(split=split)
-    runner._afd_options = dataclasses.replace(options, config=config)
+    set_policy(worker.model_runner, split)
 
 
 def counters(worker: Any) -> dict[str, int]:
     """Of a worker: steps by what happened to them."""
-    from afd_graph.vllm import report as report_of_this_process
-
-    report = report_of_this_process()
-    cut = {"split": report.steps_split, "mid_request": report.steps_mid_request}
-    return {**cut, **report.steps_unsplit}
+    return dict(steps_so_far())
 
 
 def weights(worker: Any) -> list[int]:
