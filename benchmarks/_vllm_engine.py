@@ -63,6 +63,7 @@ def start(model: Path, **options: Any) -> Any:
         model=str(model),
         skip_tokenizer_init=True,
         dtype="float32",
+        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
         max_model_len=512,
         max_num_seqs=32,
         max_num_batched_tokens=1024,

@@ -138,6 +138,7 @@ def serving(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "model", "--skip-tokenizer-init"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--attention-backend", "CPU_MLA"),  # vLLM's choice where the CPU has AMX has no float32
         *("--max-model-len", "512", "--max-num-seqs", "8", *arguments),
     ]
     given = {

@@ -11,6 +11,7 @@ stay packed as vLLM packed them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,21 +32,14 @@ def load_kernels() -> None:
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
+    # Linux kills a process that uses AMX without having asked for it. vLLM's kernels do not ask:
+    # in a worker, the matrix products of PyTorch that come first have done so.
+    torch.cpu._init_amx()
 
 
-def _experts(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    bias13: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    activation: str,
-    isa: str,
-) -> torch.Tensor:
-    return _experts_into(
-        rows, counts, w13, w2, bias13, bias2, activation, isa, torch.empty_like(rows)
-    )
+def _experts(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    given: tuple[Any, ...] = (rows, *others, torch.empty_like(rows))
+    return _experts_into(*given)
 
 
 def _experts_into(
@@ -92,8 +86,6 @@ def expert_program(
     layer: int,
     name: str,
     weights: Sequence[torch.Tensor | None],
-    dtype: torch.dtype,
-    hidden_size: int,
     activation: str,
     isa: str,
 ) -> FFNProgram:
@@ -104,8 +96,6 @@ def expert_program(
         name: its module path.
         weights: w13 ``[experts, 2 * width, hidden]``, w2 ``[experts, hidden, width]`` and their
             biases or None, packed for ``isa``; called ``<name>.w13.<isa>`` and so on.
-        dtype: of the rows.
-        hidden_size: width of the rows.
         activation: vLLM's name of the activation.
         isa: vLLM's name of the kernel.
     """
@@ -121,14 +111,15 @@ def expert_program(
         torch.ops.afd.vllm_experts.default, (rows, counts, *values, activation, isa)
     )
     graph.output(answer)
-    w13 = weights[0]
+    w13, w2 = weights[:2]
     assert w13 is not None
+    assert w2 is not None
     return FFNProgram(
         layer=layer,
         name=name,
         num_experts=w13.shape[0],
-        hidden_size=hidden_size,
-        dtype=dtype,
+        hidden_size=w2.shape[1],
+        dtype=w13.dtype,
         routed=Expression(graph, given),
         key=f"layer {layer}",
     )

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ PLAIN = {"mode": "NONE", "custom_ops": ["all", "-rotary_embedding"]}
 # Two threads that spin on a busy machine take many times as long as one.
 torch.set_num_threads(1)
 ENGINE = str(Path(__file__).parent / "engine.py")
+END_S = 60  # in which FFN ranks end after vLLM has
 
 
 @pytest.fixture(scope="session")
@@ -125,3 +128,62 @@ class Engine:
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tmp_path_factory.mktemp("engines"))
+
+
+class Experts:
+    """FFN ranks as a user starts them.
+
+    Args:
+        model: checkpoint.
+        folder: for their logs.
+        ranks: how many.
+        options: more of the command line.
+    """
+
+    def __init__(self, model: Path, folder: Path, ranks: int = 1, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._logs = [folder / f"ffn{rank}-{self.address[-5:]}.log" for rank in range(ranks)]
+        command = [sys.executable, "-m", "afd_graph.cli", "vllm-ffn", "--model", str(model)]
+        command += ["--address", self.address, "--ffn-ranks", str(ranks), *options]
+        self.processes = []
+        for rank, log in enumerate(self._logs):
+            with log.open("w") as out:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, "--ffn-rank", str(rank)],
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
+                )
+
+    def options(self, **others: Any) -> dict[str, Any]:
+        """The ``afd`` section of an engine that uses them."""
+        own = {"address": self.address, "ffn_ranks": len(self.processes), **others}
+        return {"connector": "torch_distributed", "connector_options": own}
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Exit codes and logs of all ranks, when they have ended."""
+        codes = [process.wait(timeout=END_S) for process in self.processes]
+        return [(code, log.read_text()) for code, log in zip(codes, self._logs, strict=True)]
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Iterator[Any]:
+    made: list[Experts] = []
+
+    def start(model: Path, ranks: int = 1, *options: str) -> Experts:
+        made.append(Experts(model, tmp_path, ranks, *options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.kill()

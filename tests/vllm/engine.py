@@ -20,6 +20,12 @@ from typing import Any
 import stored_entries
 from policy import counters, set_policy
 
+DEFAULTS = {
+    "dtype": "float32",
+    "attention_backend": "CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
+    "max_num_seqs": 8,
+}
+
 
 def keep_default_mode() -> None:
     """Keep vLLM's default compilation mode, which its CPU platform replaces by another."""
@@ -105,12 +111,11 @@ def build(spec: dict[str, Any]) -> Any:
     return LLM(
         model=spec["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
         max_model_len=512,
         seed=0,
         compilation_config=compilation,
         additional_config=additional,
-        **{"max_num_seqs": 8, **spec.get("engine", {})},
+        **{**DEFAULTS, **spec.get("engine", {})},
     )
 
 

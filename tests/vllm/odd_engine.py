@@ -89,6 +89,7 @@ def main() -> None:
         model=spec["model"],
         skip_tokenizer_init=True,
         dtype="float32",
+        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
         max_model_len=512,
         seed=0,
         max_num_seqs=64,

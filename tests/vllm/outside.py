@@ -19,6 +19,7 @@ def main() -> None:
         model=sys.argv[1],
         skip_tokenizer_init=True,
         dtype="float32",
+        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
         max_model_len=512,
         max_num_seqs=8,
         compilation_config={"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"},
