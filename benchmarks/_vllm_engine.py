@@ -55,15 +55,16 @@ def _p90(values: Sequence[float]) -> float:
     return sorted(values)[int(0.9 * (len(values) - 1))]
 
 
-def start(model: Path, **options: Any) -> Any:
-    """An engine in this process."""
+def start(model: Path, dtype: str, **options: Any) -> Any:
+    """An engine in this process, with the kernels that vLLM chooses for the CPU, if it can."""
     from vllm import LLM
 
     return LLM(
         model=str(model),
         skip_tokenizer_init=True,
-        dtype="float32",
-        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
+        dtype=dtype,
+        # vLLM's choice where the CPU has AMX has no float32.
+        attention_backend="CPU_MLA" if dtype == "float32" else None,
         max_model_len=512,
         max_num_seqs=32,
         max_num_batched_tokens=1024,
@@ -110,14 +111,15 @@ class PlainEngine:
 
     Args:
         model: the checkpoint.
+        dtype: that it computes in.
         cpus: cores that it may use, with a thread on each.
     """
 
-    def __init__(self, model: Path, cpus: Sequence[int]) -> None:
+    def __init__(self, model: Path, dtype: str, cpus: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve_plain, args=(theirs, model, cpus), daemon=True
+            target=_serve_plain, args=(theirs, model, dtype, cpus), daemon=True
         )
         # OpenMP reads its number of threads when it is loaded, which may be before any Python runs.
         here = os.environ["OMP_NUM_THREADS"]
@@ -142,13 +144,13 @@ class PlainEngine:
         self._process.kill()
 
 
-def _serve_plain(connection: Connection, model: Path, cpus: Sequence[int]) -> None:
+def _serve_plain(connection: Connection, model: Path, dtype: str, cpus: Sequence[int]) -> None:
     os.sched_setaffinity(0, cpus)  # before OpenMP counts them
     import torch
 
     if torch.get_num_threads() != len(cpus):
         raise RuntimeError(f"{torch.get_num_threads()} threads for the cores {cpus}")
-    llm = start(model)
+    llm = start(model, dtype)
     connection.send("ready")
     try:
         while True:
