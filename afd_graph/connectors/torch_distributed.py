@@ -7,8 +7,8 @@
 3. A dispatch groups its rows by expert, and an FFN rank owns consecutive experts, so what it gets
    is a slice: sent from where it lies, while the receive of its answer is posted in the place
    where the answer belongs.
-4. A thread per FFN rank waits for the answers; a receive waits for the threads. gloo moves the
-   data on threads of its own, so transfers overlap with compute.
+4. A thread per FFN rank waits for the answers (:mod:`torch_distributed_peer`); a receive waits
+   for the threads. gloo moves the data on threads of its own, so transfers overlap with compute.
 5. Anything wrong with a rank ends the world, on all ranks with the same cause
    (:mod:`torch_distributed_watch`). An error of the experts themselves concerns its item alone.
 """
@@ -17,31 +17,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from afd_graph.connectors import row_quantisation as quantisation
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.refusals import is_known, misfit, no_credit, wrong_item
+from afd_graph.connectors.torch_distributed_peer import Flight, Peer
 from afd_graph.connectors.torch_distributed_watch import Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     NO_PARENT_ROWS,
     NO_SHARED_ROWS,
     Header,
     Kind,
-    Link,
     Memory,
-    Posted,
     Tag,
-    header_buffer,
 )
 from afd_graph.connectors.torch_distributed_world import World, WorldConfig
 from afd_graph.errors import ConfigError, ConnectorError
@@ -51,10 +46,8 @@ from afd_graph.ffn.serialize import program_to_dict
 if TYPE_CHECKING:
     from afd_graph.config import AFDConfig
 
-_PINGS = 8
-_PING_S = 0.5  # how often a wait for a clock looks whether the world has ended
+_LOOK_S = 0.5  # how often a wait looks whether the world has ended
 _GRACE_S = 1.0  # how long a failed collective waits for another rank to say why
-_BYE_S = 5.0  # longest that close() waits for a message to be taken
 
 
 @dataclass(frozen=True)
@@ -71,32 +64,7 @@ class _Slot:
     def __init__(self, device: str) -> None:
         self.item, self.packed = Memory(device), Memory(device)
         self.answer, self.shared = Memory(device), Memory(device)
-        self.flight: _Flight | None = None
-
-
-@dataclass
-class _Flight:
-    """An item under way."""
-
-    sequence: int
-    item: WorkItem
-    rows: torch.Tensor
-    shared_rows: torch.Tensor | None
-    missing: set[int]
-    sending: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
-    error: str | None = None
-    begin_ns: int | None = None
-    end_ns: int | None = None
-    abandoned: bool = False
-
-
-@dataclass
-class _Expected:
-    """What one FFN rank owes: a header and its rows, in the order of sending."""
-
-    header: Posted
-    rows: list[Posted]
-    flight: _Flight | None
+        self.flight: Flight | None = None
 
 
 class TorchDistributedConnector(Connector):
@@ -127,11 +95,11 @@ class TorchDistributedConnector(Connector):
         self.credits = config.credits
         self._slots = [_Slot(config.device) for _ in range(config.credits)]
         self._layers: dict[int, _Layer] = {}
-        self._peers: list[_Peer] = []
+        self._peers: list[Peer] = []
         self._watch: Watch | None = None
         self._changed = threading.Condition()
         self._next_sequence = 0
-        self._by_ticket: dict[int, _Flight] = {}
+        self._by_ticket: dict[int, Flight] = {}
         self._prepared: torch.Tensor | None = None
         self._last_item: tuple[int | None, int | None] = None, None
         self._closed = False
@@ -169,7 +137,7 @@ class TorchDistributedConnector(Connector):
         self._watch = Watch(world)
         self._watch.listeners.append(self._notify)
         for rank in world.ranks.ffn_ranks:
-            self._peers.append(_Peer(world, rank, self._watch, self._take))
+            self._peers.append(Peer(world, rank, self._watch, self._take))
         for peer in self._peers:
             try:
                 peer.measure_clock()
@@ -224,7 +192,7 @@ class TorchDistributedConnector(Connector):
         shared_answer = None
         if item.shared_rows is not None:
             shared_answer = slot.shared.like(item.shared_rows)
-        flight = _Flight(
+        flight = Flight(
             self._next_sequence,
             item,
             slot.answer.rows(count, width, source.dtype),
@@ -370,7 +338,7 @@ class TorchDistributedConnector(Connector):
         keys = [f"gathered {rank}" for rank in range(world.ranks.attention)]
         while not store.check(keys):
             self._watch.raise_failure()
-            time.sleep(_PING_S)
+            time.sleep(_LOOK_S)
         return [json.loads(text) for text in store.multi_get(keys)]
 
     def on_failure(self, call: Callable[[str], None]) -> None:
@@ -440,7 +408,7 @@ class TorchDistributedConnector(Connector):
             raise no_credit(self.credits)
         return slot
 
-    def _free(self, flight: _Flight) -> None:
+    def _free(self, flight: Flight) -> None:
         """With the lock held: the answers have come, so everything was sent as well."""
         for _, work in flight.sending:
             with contextlib.suppress(RuntimeError):  # the connection was closed since
@@ -448,7 +416,7 @@ class TorchDistributedConnector(Connector):
         flight.sending.clear()
         self._slots[flight.sequence % self.credits].flight = None
 
-    def _take(self, peer: _Peer, flight: _Flight, header: Header) -> None:
+    def _take(self, peer: Peer, flight: Flight, header: Header) -> None:
         """Note the answer of one FFN rank; called by its thread."""
         with self._changed:
             flight.missing.discard(peer.rank)
@@ -480,136 +448,12 @@ class TorchDistributedConnector(Connector):
         self._check_usable(layer, stage)
         return bool(in_time)
 
-    def _lost(
-        self, peer: _Peer, error: BaseException, layer: int | None, stage: int | None
-    ) -> None:
+    def _lost(self, peer: Peer, error: BaseException, layer: int | None, stage: int | None) -> None:
         assert self._watch is not None
         self._watch.fail(
             f"{self._world.ranks.name(peer.rank)} is gone: {cause(error)}", layer, stage
         )
         self._watch.raise_failure(layer, stage)
-
-
-class _Peer:
-    """One FFN rank, seen from an attention rank, and the thread that waits for its answers."""
-
-    def __init__(
-        self, world: World, rank: int, watch: Watch, take: Callable[[_Peer, _Flight, Header], None]
-    ) -> None:
-        self.rank = rank
-        self.offset_ns = 0
-        self._name, self._here = world.ranks.name(rank), world.name
-        self._watch = watch
-        self._take = take
-        self._link = Link(rank, world.requests, world.answers, world.config.latency_s)
-        self._limit = timedelta(seconds=world.config.timeout_s)
-        self._expected: queue.SimpleQueue[_Expected | None] = queue.SimpleQueue()
-        self._headers = [header_buffer() for _ in range(world.config.credits + 1)]
-        self._posted = 0
-        self._pongs: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"afd-answers-{rank}", daemon=True)
-        self._thread.start()
-
-    def measure_clock(self) -> None:
-        """Find how far the FFN rank's clock is ahead, from the fastest of some round trips."""
-        self.offset_ns = min(self._ping() for _ in range(_PINGS))[1]
-
-    def _ping(self) -> tuple[int, int]:
-        """Nanoseconds that a round trip took, and that the FFN rank's clock is ahead."""
-        begin = time.perf_counter_ns()
-        self._expect([], None)
-        encoded, work = self._link.send_header(Header(Kind.PING), Tag.REQUEST)
-        while True:
-            try:
-                theirs, end = self._pongs.get(timeout=_PING_S)
-                break
-            except queue.Empty:
-                self._watch.raise_failure()
-        work.wait(self._limit)
-        del encoded
-        return end - begin, theirs - (begin + end) // 2
-
-    def announce(self, layer: int, text: bytes) -> None:
-        """Send the description of a program; returns when the FFN rank has bound its weights."""
-        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        header = Header(Kind.PROGRAM, layer=layer, rows=len(text))
-        encoded, work = self._link.send_header(header, Tag.REQUEST)
-        sent = self._link.send(payload, Tag.REQUEST_ROWS)
-        for waiting in (work, sent):
-            waiting.wait(self._limit)
-        del encoded
-        # It reads one message after the other, and an item must not wait for weights.
-        self._ping()
-
-    def send_item(
-        self,
-        flight: _Flight,
-        header: Header,
-        rows: torch.Tensor,
-        shared: torch.Tensor | None,
-        answers: list[tuple[torch.Tensor, Tag]],
-    ) -> None:
-        """Start sending this rank's part of an item, and post the receives of its answer."""
-        flight.sending.append(self._link.send_header(header, Tag.REQUEST))
-        for tensor, tag in ((rows, Tag.REQUEST_ROWS), (shared, Tag.REQUEST_SHARED)):
-            if tensor is not None and tensor.shape[0]:
-                flight.sending.append((tensor, self._link.send(tensor, tag)))
-        self._expect([self._link.post(into, tag) for into, tag in answers if into.shape[0]], flight)
-
-    def say_goodbye(self) -> None:
-        """Tell the FFN rank that nothing more comes."""
-        if self._watch.failure is not None:
-            return
-        try:
-            encoded, work = self._link.send_header(Header(Kind.BYE), Tag.REQUEST)
-            work.wait(timedelta(seconds=_BYE_S))
-            del encoded
-        except RuntimeError:
-            return  # it is gone itself
-
-    def end(self) -> None:
-        """End the thread; one that still waits for an answer ends with the process."""
-        self._expected.put(None)
-        self._thread.join(0 if self._watch.failure is not None else _BYE_S)
-
-    def _expect(self, rows: list[Posted], flight: _Flight | None) -> None:
-        header = self._headers[self._posted % len(self._headers)]
-        self._posted += 1
-        self._expected.put(_Expected(self._link.post_header(header, Tag.ANSWER), rows, flight))
-
-    def _run(self) -> None:
-        while (expected := self._expected.get()) is not None:
-            flight = expected.flight
-            layer, stage = (
-                (None, None) if flight is None else (flight.item.layer, flight.item.stage)
-            )
-            try:
-                header = self._link.read_header(expected.header)
-                if flight is None:
-                    _check_kind(header, (Kind.PONG,))
-                    self._pongs.put((header.end_ns, time.perf_counter_ns()))
-                    continue
-                _check_kind(header, (Kind.ANSWER, Kind.ERROR))
-                asked = (flight.sequence, flight.item.layer, flight.item.stage)
-                if (header.sequence, header.layer, header.stage) != asked:
-                    raise ConnectorError(f"it answered item {header.sequence}, not {asked[0]}")
-                for posted in expected.rows:
-                    posted.wait()
-                self._take(self, flight, header)
-            except ConnectorError as error:
-                self._watch.fail(f"{self._name} answered garbage: {error.what}", layer, stage)
-                return
-            except RuntimeError as error:
-                self._watch.fail(f"{self._name} is gone: {cause(error)}", layer, stage)
-                return
-            except Exception as error:
-                self._watch.fail(f"{self._here} failed: {error!r}", layer, stage)
-                raise
-
-
-def _check_kind(header: Header, kinds: tuple[Kind, ...]) -> None:
-    if header.kind not in kinds:
-        raise ConnectorError(f"a message of kind {header.kind.name} where none was due")
 
 
 def _even_bounds(rows: int, parts: int) -> list[int]:
