@@ -68,7 +68,7 @@ def fit_costs(traces: Sequence[Trace]) -> Fit:
             attention is found.
 
     Raises:
-        PlanError: fewer than two sizes of stages, or nothing is known of the experts.
+        PlanError: no traced step, fewer than two sizes, or nothing is known of the experts.
     """
     samples: list[_Sample] = []
     layers = 0
@@ -79,6 +79,12 @@ def fit_costs(traces: Sequence[Trace]) -> Fit:
             if step.events and (step.pairs or not with_pairs):
                 layers = max(layers, len({event.layer for event in step.events}))
                 samples += _samples(step, trace.timeline(number))
+    if not samples:
+        raise PlanError(
+            "there is no traced step to fit costs to",
+            remedy="run with the options trace and dump_dir, and end the run: the trace is written "
+            "when the backend is closed",
+        )
     if len({sample.tokens for sample in samples}) < 2:
         raise PlanError(
             f"{len(samples)} stages of one size cannot tell fixed costs from costs per token",

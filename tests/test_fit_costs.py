@@ -129,6 +129,12 @@ def test_one_size_is_refused():
         fit_costs([trace(played([64, 64]))])
 
 
+def test_a_run_without_a_trace_is_refused():
+    for traces in ([], [trace()]):
+        with pytest.raises(PlanError, match="no traced step"):
+            fit_costs(traces)
+
+
 def test_unsplit_time_hides_shared_experts_behind_the_way_of_the_rows():
     whole = KNOWN.stage_times(1e-2, 100)
     away = whole.dispatch + whole.experts + whole.combine
