@@ -5,6 +5,7 @@ Tested against the PyTorch version that ``pyproject.toml`` pins.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,6 +26,12 @@ def has_fast_mm(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return True
+
+
+def processor() -> str:
+    """What PyTorch, and those who ask it, choose kernels for this CPU by."""
+    amx = "with AMX" if torch.cpu._is_amx_tile_supported() else "without AMX"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
 
 def aot_compile(

@@ -3,9 +3,10 @@
 vLLM saves a compiled model right after compiling and loads it at the next start without asking the
 backend, when its own key is the same: versions, configuration (ours included), the model's source.
 That key knows nothing of our code, and nobody checks that the file of a key is that key's. So a
-stored model carries its own digest over our version and source, PyTorch, vLLM with its
-configuration, the options and the rank; on any difference loading raises with both digests' parts,
-and vLLM says so and compiles again. The file as a whole has a checksum (:mod:`cache_entry`).
+stored model carries its own digest over our version and source, PyTorch, the processor, vLLM with
+its configuration, the options and the rank; on any difference loading raises with both digests'
+parts, and vLLM says so and compiles again. The file as a whole has a checksum
+(:mod:`cache_entry`).
 
 Both programs are stored as graphs; the experts' weights are inputs and never stored.
 """
@@ -153,6 +154,8 @@ def identity(vllm_config: Any) -> dict[str, str]:
         "afd-graph": __version__,
         "source": source_digest(),
         "torch": torch.__version__,
+        # Which kernels there are decides how weights are packed, and what is in compiled pieces.
+        "processor": _compat.processor(),
         "vllm": vllm.__version__,
         "configuration": vllm_config.compute_hash(),
         "rank": str(vllm_config.parallel_config.rank),

@@ -47,6 +47,12 @@ def pack_w2(w2: torch.Tensor, isa: str) -> torch.Tensor:
 def _packed(weight: torch.Tensor, isa: str) -> torch.Tensor:
     from vllm._custom_ops import cpu_prepack_moe_weight
 
+    if not _kernel(isa)._supports_current_device():
+        # vLLM would pack all the same, and the first step end the process.
+        raise ConfigError(
+            f"vLLM packed its experts for {isa!r}, which this processor does not have",
+            remedy="run both sides on the same kind of processor",
+        )
     load_kernels()
     try:
         packed: torch.Tensor = cpu_prepack_moe_weight(weight.contiguous(), isa)

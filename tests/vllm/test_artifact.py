@@ -44,7 +44,7 @@ def test_round_trip() -> None:
     "what",
     [
         *("afd-graph", "source", "torch", "vllm", "options", "format"),
-        *("configuration", "rank"),
+        *("configuration", "rank", "processor"),
     ],
 )
 def test_any_difference_is_refused_by_name(what: str) -> None:

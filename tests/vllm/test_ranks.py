@@ -254,3 +254,15 @@ def test_packed_experts_are_those_of_vllm(checkpoint: Any) -> None:
     assert torch.equal(pack_w2(down[..., :48], "vec"), pack_w2(down, "vec"))
     with pytest.raises(ConfigError, match="not for 'abacus'"):
         padded_width("abacus", 48)
+
+
+def test_a_rank_on_a_processor_without_the_kernel_of_vllm_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from afd_graph.vllm.packing import pack_w2
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(ConfigError, match="for 'amx', which this processor does not have"):
+        pack_w2(torch.zeros(2, 32, 32, dtype=torch.bfloat16), "amx")
