@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -130,6 +131,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tmp_path_factory.mktemp("engines"))
 
 
+def free_port() -> int:
+    """One that nobody gets before an engine has started, as the system hands out higher ones."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are taken")
+
+
 class Experts:
     """FFN ranks as a user starts them.
 
@@ -141,9 +151,7 @@ class Experts:
     """
 
     def __init__(self, model: Path, folder: Path, ranks: int = 1, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._logs = [folder / f"ffn{rank}-{self.address[-5:]}.log" for rank in range(ranks)]
         command = [sys.executable, "-m", "afd_graph.cli", "vllm-ffn", "--model", str(model)]
         command += ["--address", self.address, "--ffn-ranks", str(ranks), *options]
