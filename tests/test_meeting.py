@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from expert_programs import swiglu_program
 
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.connectors.torch_distributed_wire import Header, Kind
 from afd_graph.connectors.torch_distributed_world import World, WorldConfig
 from afd_graph.errors import AFDError, ConfigError, ConnectorError
 from afd_graph.ffn.assembly import Replicas
+from afd_graph.ffn.program import FFNProgram
 from afd_graph.ffn.server import FFNServer, ModelWeights
 
 WORLD: dict[str, Any] = {
@@ -24,6 +28,7 @@ WORLD: dict[str, Any] = {
     "ffn_ranks": 1,
     "connect_timeout_s": 60.0,
 }
+WEIGHTS = dict(swiglu_program().routed.weights)
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -41,8 +46,18 @@ def settings(address: str, place: int, **others: Any) -> WorldConfig:
     return WorldConfig(**{**given, **others})
 
 
-def run(configs: list[WorldConfig], pauses: tuple[float, ...] = (0, 0, 0)) -> list[Any]:
-    """What each rank ended with: the most tokens that it knows, or its error."""
+def run(
+    configs: list[WorldConfig],
+    pauses: tuple[float, ...] = (0, 0, 0),
+    programs: tuple[FFNProgram | None, ...] = (None, None, None),
+) -> list[Any]:
+    """What each rank ended with: the most tokens that it knows, or its error.
+
+    Args:
+        configs: of the ranks.
+        pauses: seconds that each comes later.
+        programs: what each announces when all have met.
+    """
     results: list[Any] = [None] * len(configs)
 
     def rank(place: int) -> None:
@@ -50,11 +65,15 @@ def run(configs: list[WorldConfig], pauses: tuple[float, ...] = (0, 0, 0)) -> li
         try:
             world = World(configs[place])
             if world.ranks.is_ffn(world.rank):
-                FFNServer(world, ModelWeights({})).serve()
+                FFNServer(world, ModelWeights(WEIGHTS)).serve()
             else:
                 connector = TorchDistributedConnector(world)
                 connector.open("token")
-                connector.close()
+                try:
+                    if programs[place] is not None:
+                        connector.add_program(programs[place])
+                finally:
+                    connector.close()
             results[place] = world.config.max_tokens
         except AFDError as error:
             results[place] = error
@@ -88,6 +107,24 @@ def test_ranks_that_differ(address: str, differs: dict[str, Any], message: str) 
     for error in run(configs):
         with pytest.raises(AFDError, match=message):
             raise error
+
+
+def test_experts_that_cannot_be_run(address: str) -> None:
+    programs = (swiglu_program(inner=20), None, None)
+    results = run([settings(address, rank) for rank in range(3)], programs=programs)
+    # The other attention rank may have left before.
+    for error in (results[0], results[2]):
+        assert "rank 2 (ffn 0) cannot run the experts: weight 'experts.up' is" in str(error)
+
+
+def test_attention_ranks_with_different_experts(address: str) -> None:
+    programs = (swiglu_program(), replace(swiglu_program(), key="another"), None)
+    results = run([settings(address, rank) for rank in range(3)], programs=programs)
+    message = r"rank [01] \(attention [01]\) announced other experts .* than a rank before"
+    told = [bool(re.search(message, str(result))) for result in results]
+    # The rank that was first may have left before.
+    assert told[2]
+    assert sum(told) >= 2
 
 
 def test_a_rank_that_was_started_twice(address: str) -> None:

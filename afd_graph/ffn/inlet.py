@@ -111,7 +111,8 @@ class Inlet:
 
     def _run(self) -> None:
         try:
-            while self._serve_message():
+            # Who announced what cannot run waits for an answer, and hears why there is none.
+            while self._watch.failure is None and self._serve_message():
                 pass
         except GarbageError as error:
             self._fail(f"{self._name} sent garbage: {error.what}")

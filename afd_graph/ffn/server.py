@@ -130,7 +130,8 @@ class FFNServer:
         self._rows: dict[int, tuple[int, torch.dtype]] = {}
         self._digests: dict[int, str] = {}
         self._replicas = Replicas(world.ranks.tp)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the replicas, never held for long
+        self._binding = threading.Lock()  # of programs and weights
         self._ready: queue.SimpleQueue[list[Part] | None] = queue.SimpleQueue()
         self._present = set(range(world.ranks.attention))
         self._stopped: str | None = None
@@ -222,39 +223,20 @@ class FFNServer:
     def _take_item(self, part: Part) -> None:
         ranks, rank = self._world.ranks, part.inlet.rank
         replica = ranks.replica(rank)
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 parts = self._replicas.add(replica, rank - ranks.replica_ranks(replica)[0], part)
-            except ConnectorError as error:
-                self._watch.fail(error.what, error.layer, error.stage, error.remedy)
-                return
-            if parts is not None:
-                self._ready.put(parts)
+                if parts is not None:
+                    self._ready.put(parts)
+        except ConnectorError as error:
+            self._fail(error)
 
     def _take_program(self, rank: int, text: bytes) -> None:
-        described = json.loads(text)
-        layer = described["program"]["layer"]
-        digest = hashlib.sha256(text).hexdigest()
-        with self._lock:
-            if layer in self._digests:
-                if self._digests[layer] != digest:
-                    self._watch.fail(
-                        f"{self._world.ranks.name(rank)} announced other experts or another "
-                        "program for this layer than a rank before",
-                        layer,
-                        remedy="compile the same model on all attention ranks",
-                    )
-                return
-            try:
-                self._add(described)
-            except AFDError as error:
-                self._watch.fail(
-                    f"{self._world.name} cannot run the experts: {error.what}",
-                    layer,
-                    remedy=error.remedy,
-                )
-                return
-            self._digests[layer] = digest
+        try:
+            with self._binding:
+                self._bind(rank, text)
+        except ConnectorError as error:
+            self._fail(error)
 
     def _take_leave(self, rank: int) -> None:
         self._present.discard(rank)
@@ -264,6 +246,38 @@ class FFNServer:
         self._ready.put(None)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _fail(self, error: ConnectorError) -> None:
+        """End the world, with no lock held: its watch asks what is overdue before it tells."""
+        self._watch.fail(error.what, error.layer, error.stage, error.remedy)
+
+    def _bind(self, rank: int, text: bytes) -> None:
+        """Take the program that attention rank ``rank`` announced, unless another one did.
+
+        Raises:
+            ConnectorError: this rank cannot run it, or another one announced another.
+        """
+        described = json.loads(text)
+        layer = described["program"]["layer"]
+        digest = hashlib.sha256(text).hexdigest()
+        if self._digests.get(layer, digest) != digest:
+            raise ConnectorError(
+                f"{self._world.ranks.name(rank)} announced other experts or another program for "
+                "this layer than a rank before",
+                layer=layer,
+                remedy="compile the same model on all attention ranks",
+            )
+        if layer in self._digests:
+            return
+        try:
+            self._add(described)
+        except AFDError as error:
+            raise ConnectorError(
+                f"{self._world.name} cannot run the experts: {error.what}",
+                layer=layer,
+                remedy=error.remedy,
+            ) from error
+        self._digests[layer] = digest
 
     def _add(self, described: dict) -> None:
         """Bind the weights of this rank to a program and compile it."""
