@@ -15,10 +15,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from engine import build
+from engine import build, trace_layers_as_accelerators_do
 
 from policy import counters as steps_so_far
 from policy import set_policy
+
+if os.environ.get("AFD_TEST_OPAQUE"):
+    # Here and not in ``main``: vLLM spawns its workers, and each reads this file again.
+    trace_layers_as_accelerators_do()
 
 
 def use_policy(worker: Any, split: str) -> None:

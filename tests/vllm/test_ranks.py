@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from afd_graph.errors import AFDError, ConfigError
+from afd_graph.report import GATE_OPENED
 from conftest import END_S, mixed_requests
 
 PROGRAM = Path(__file__).parent / "rank_engine.py"
@@ -95,6 +96,7 @@ def test_opaque_layers_of_one_worker(
         program=PROGRAM,
     )
     check_runs(found, reference("deepseek_v3"))
+    assert f"gate and top-k: {GATE_OPENED}" in found["log"]
     # vLLM has ended, and so have the experts.
     ((code, log),) = ffn.ended()
     assert code == 0, log
