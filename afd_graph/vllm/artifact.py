@@ -40,18 +40,26 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
     """A model that vLLM calls with its own inputs, and may store after compiling it.
 
     Args:
-        model: runs its steps.
+        vllm_config: vLLM's configuration of the model.
+        ffn: where its experts go, if it was just compiled. What was loaded meets the FFN side with
+            its first step: vLLM may still find that it is of another source, and compile again.
         entry: where vLLM will store it, if it was just compiled.
 
     Attributes:
-        model: as given.
         stored: what vLLM was given to store, until the entry has its checksum.
     """
 
-    def __init__(self, model: ServedModel, entry: Path | None) -> None:
-        self.model = model
+    def __init__(
+        self, vllm_config: Any, ffn: FFNSide | None = None, entry: Path | None = None
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._model = None if ffn is None else self._serve(ffn)
         self.stored: bytes | None = None
         self._unsealed = entry
+
+    def _serve(self, ffn: FFNSide) -> ServedModel:
+        """What runs the steps, with experts at ``ffn``."""
+        raise NotImplementedError
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one step."""
@@ -59,7 +67,10 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
             # vLLM stores a model after compiling it, and then runs it.
             cache_entry.seal(self._unsealed, self.stored)
             self._unsealed = self.stored = None
-        return self.model.run(*inputs)
+        if self._model is None:
+            config = options_of(self._vllm_config).config
+            self._model = self._serve(FFNSide(config, self._vllm_config))
+        return self._model.run(*inputs)
 
     @staticmethod
     def opening() -> Any:
@@ -82,15 +93,23 @@ class CompiledModel(StoredModel):
     Args:
         programs: what the passes made.
         vllm_config: vLLM's configuration of the model.
-        ffn: where its experts go.
+        ffn: where its experts go, if it was just compiled.
         entry: where vLLM will store it, if it was just compiled.
     """
 
     def __init__(
-        self, programs: Programs, vllm_config: Any, ffn: FFNSide, entry: Path | None = None
+        self,
+        programs: Programs,
+        vllm_config: Any,
+        ffn: FFNSide | None = None,
+        entry: Path | None = None,
     ) -> None:
-        ffn.check(programs)
-        model = ServedModel(
+        self._programs, self._made_by = programs, identity(vllm_config)
+        super().__init__(vllm_config, ffn, entry)
+
+    def _serve(self, ffn: FFNSide) -> ServedModel:
+        programs = self._programs
+        return ServedModel(
             programs.experts,
             programs.report,
             digest(programs),
@@ -98,8 +117,6 @@ class CompiledModel(StoredModel):
             programs.unsplit.forward,
             None if programs.split is None else programs.split.forward,
         )
-        super().__init__(model, entry)
-        self._programs, self._made_by = programs, identity(vllm_config)
 
     @classmethod
     def compile(cls, gm: fx.GraphModule, vllm_config: Any) -> CompiledModel:
@@ -115,6 +132,7 @@ class CompiledModel(StoredModel):
             log = observe.GraphLog(vllm_config, config)
             programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
             log.finish(programs.experts, programs.report)
+            ffn.check(programs)
             return cls(programs, vllm_config, ffn, cache_entry.entry_path(vllm_config))
         except BaseException:
             ffn.channel.close()
@@ -122,6 +140,7 @@ class CompiledModel(StoredModel):
 
     def finalize_loading(self, vllm_config: Any) -> None:
         """Called by vLLM when it has checked that the model's source is the same."""
+        observe.loaded(self._programs.experts, self._programs.report)
 
     @classmethod
     def serialize_compile_artifacts(cls, compiled: CompiledModel) -> bytes:
@@ -141,8 +160,7 @@ class CompiledModel(StoredModel):
         vllm_config = cls.opening()
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
-        observe.loaded(programs.experts, programs.report)
-        return cls(programs, vllm_config, FFNSide(options_of(vllm_config).config, vllm_config))
+        return cls(programs, vllm_config)
 
 
 def identity(vllm_config: Any) -> dict[str, str]:

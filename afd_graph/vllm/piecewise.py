@@ -118,6 +118,7 @@ class PiecewiseBackend:
                 PiecewisePrograms(
                     made_by, calls, programs.experts, programs.report, unsplit, split
                 ),
+                self._vllm_config,
                 ffn,
                 entry,
             )
@@ -246,16 +247,24 @@ class PiecewiseModel(StoredModel):
 
     Args:
         programs: compiled, or loaded.
-        ffn: where its experts go.
+        vllm_config: vLLM's configuration of the model.
+        ffn: where its experts go, if it was just compiled.
         entry: where vLLM will store it, if it was just compiled.
     """
 
     def __init__(
-        self, programs: PiecewisePrograms, ffn: FFNSide, entry: Path | None = None
+        self,
+        programs: PiecewisePrograms,
+        vllm_config: Any,
+        ffn: FFNSide | None = None,
+        entry: Path | None = None,
     ) -> None:
         self._programs = programs
-        split = programs.split
-        model = ServedModel(
+        super().__init__(vllm_config, ffn, entry)
+
+    def _serve(self, ffn: FFNSide) -> ServedModel:
+        programs, split = self._programs, self._programs.split
+        return ServedModel(
             programs.experts,
             programs.report,
             programs.calls,
@@ -263,7 +272,6 @@ class PiecewiseModel(StoredModel):
             programs.unsplit.run,
             None if split is None else split.run,
         )
-        super().__init__(model, entry)
 
     def finalize_loading(self, vllm_config: Any) -> None:
         """Called by vLLM when it has checked that the model's source is the same.
@@ -295,7 +303,7 @@ class PiecewiseModel(StoredModel):
         vllm_config = cls.opening()
         programs = PiecewisePrograms.load(data, identity(vllm_config))
         runner_hook.install(vllm_config)
-        return cls(programs, FFNSide(options_of(vllm_config).config, vllm_config))
+        return cls(programs, vllm_config)
 
 
 def _digest(made_by: dict[str, str]) -> str:

@@ -26,14 +26,13 @@ from afd_graph.checkpoint import Checkpoint
 from afd_graph.config import AFDConfig
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.connectors.torch_distributed_world import World, WorldConfig
-from afd_graph.errors import AFDError, ConfigError
+from afd_graph.errors import ConfigError
 from afd_graph.vllm.packing import padded_width
 from afd_graph.vllm.rank_experts import announced_program
 
 log = logging.getLogger("vllm.afd_graph")
 
 _OURS = ("address", "ffn_ranks", "credits", "dynamic_quant", "timeout_s", "connect_timeout_s")
-_refused: dict[str, BaseException] = {}
 _END_AFTER_S = 5.0  # time for vLLM to hear of the failure by itself
 _OTHER_PARALLELISM = {
     "data_parallel_size": 1,
@@ -87,23 +86,10 @@ def make_connector(config: AFDConfig, vllm_config: Any) -> TorchDistributedConne
         ConfigError: settings differ, on all ranks the same message.
         ConnectorError: ranks did not come.
     """
-    parallel = vllm_config.parallel_config
-    check_parallelism(parallel)
-    address = config.connector_options["address"]
-    if address in _refused:
-        # vLLM compiles again when it cannot load a stored model, whatever the cause.
-        raise _refused[address]
-    try:
-        return _connect(config, vllm_config)
-    except AFDError as error:
-        _refused[address] = error
-        raise
-
-
-def _connect(config: AFDConfig, vllm_config: Any) -> TorchDistributedConnector:
     from afd_graph.hf import open_checkpoint
 
     parallel = vllm_config.parallel_config
+    check_parallelism(parallel)
     size = parallel.tensor_parallel_size
     most = vllm_config.scheduler_config.max_num_batched_tokens
     world = World(

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from afd_graph.errors import AFDError
-from afd_graph.vllm import artifact, cache_entry, options
+from afd_graph.vllm import artifact, cache_entry, options, runner_hook
 from afd_graph.vllm.programs import ExpertSource, Programs
 
 
@@ -105,3 +105,20 @@ def test_an_entry_is_sealed_and_checked(tmp_path: Path) -> None:
         cache_entry.check(entry)
     with pytest.raises(AFDError, match="does not say"):
         cache_entry.check(None)
+
+
+def test_what_vllm_refuses_after_loading_has_not_met_the_ffn_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM looks at the model's source after that, and would meet it again to compile again."""
+    config, met = _config(), []
+    monkeypatch.setattr(artifact.StoredModel, "opening", staticmethod(lambda: config))
+    monkeypatch.setattr(runner_hook, "install", lambda vllm_config: None)
+    monkeypatch.setattr(artifact, "FFNSide", lambda *_: met.append("FFN side"))
+    monkeypatch.setattr(artifact, "ServedModel", lambda *_: SimpleNamespace(run=lambda x: x))
+    stored = artifact.dump_programs(_programs(), artifact.identity(config))
+    loaded = artifact.CompiledModel.deserialize_compile_artifacts(stored)
+    loaded.finalize_loading(config)
+    assert not met
+    assert [loaded(1), loaded(2)] == [1, 2]
+    assert met == ["FFN side"]
