@@ -15,6 +15,6 @@ and the path of a step:
 Nothing of vLLM is imported before it is needed; vLLM's source is not touched.
 """
 
-from afd_graph.vllm.served import report, report_as_dict
+from afd_graph.vllm.reports import report, report_as_dict
 
 __all__ = ["report", "report_as_dict"]

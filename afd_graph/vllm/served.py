@@ -20,7 +20,7 @@ from afd_graph.connectors import create_connector
 from afd_graph.connectors.base import Connector
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.dump import write_run
-from afd_graph.errors import AFDError, ConfigError
+from afd_graph.errors import ConfigError
 from afd_graph.report import GraphReport, LayerReport, Report, StepTaken
 from afd_graph.runtime import Channel, channel_named, open_channel
 from afd_graph.tracing import Tracer
@@ -55,6 +55,7 @@ class FFNSide:
         from vllm.platforms import current_platform
 
         self.config = config
+        self.vllm_config = vllm_config
         if is_ascend(current_platform) and config.connector != "cam":
             raise ConfigError(
                 f"connector={config.connector!r} is not there on vLLM-Ascend",
@@ -258,6 +259,10 @@ class ServedModel:
         shared = int(layer.shared_experts is not None)
         return weights, experts.activation.value, isa, top_k, shared
 
+    def belongs_to(self, engine: Any) -> bool:
+        """Whether this is a model of the engine with the compilation configuration ``engine``."""
+        return self._ffn.vllm_config.compilation_config is engine
+
     def close(self) -> None:
         """Stop the FFN side; weights that its process took come back to vLLM. Idempotent."""
         self._finalizer()
@@ -272,33 +277,3 @@ def _close(channel: Channel, report: Report) -> None:
 def served_models() -> list[ServedModel]:
     """The models of this process."""
     return list(_models)
-
-
-def report() -> Report:
-    """The report of the model of this process; :func:`report_as_dict` asks another one.
-
-    Raises:
-        AFDError: the backend has compiled no model here, or more than one.
-    """
-    models = served_models()
-    if len(models) != 1:
-        raise AFDError(
-            f"{len(models)} models of vLLM were compiled with the AFD backend in this process",
-            remedy="ask inside the worker: llm.collective_rpc(afd_graph.vllm.report_as_dict)",
-        )
-    return models[0].report
-
-
-def report_as_dict(worker: Any = None) -> dict[str, Any]:
-    """The report of this process's model in plain values, which vLLM passes between processes.
-
-    ``Report.from_dict(llm.collective_rpc(report_as_dict)[0])`` is the report of the first worker;
-    vLLM only sends a function with ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
-
-    Args:
-        worker: what vLLM passes.
-
-    Raises:
-        AFDError: the backend has compiled no model here, or more than one.
-    """
-    return report().as_dict()

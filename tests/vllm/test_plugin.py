@@ -131,3 +131,35 @@ def test_wrong_options_are_refused(section: Any, message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         options_of(SimpleNamespace(additional_config={"afd": section}))
+
+
+def test_engines_of_one_process_are_asked_by_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from afd_graph.errors import AFDError
+    from afd_graph.report import Report
+    from afd_graph.vllm import report, report_as_dict, reports
+    from afd_graph.vllm.served import ServedModel
+
+    def engine() -> Any:
+        return SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=object()))
+
+    def model(worker: Any, splits: int) -> Any:
+        found = ServedModel.__new__(ServedModel)
+        found._ffn = SimpleNamespace(vllm_config=worker.vllm_config)
+        found.report = Report(steps_split=splits)
+        return found
+
+    first, second, other = engine(), engine(), engine()
+    models = [model(first, 1), model(second, 2)]
+    monkeypatch.setattr(reports, "served_models", lambda: models)
+    assert [report_as_dict(worker)["steps_split"] for worker in (first, second)] == [1, 2]
+    with pytest.raises(
+        AFDError, match=r"2 models .* in this process.*ask the worker of one engine"
+    ):
+        report()
+    with pytest.raises(AFDError, match=r"0 models .* this worker.*will not be called"):
+        report_as_dict(other)
+    models.append(model(second, 3))
+    with pytest.raises(AFDError, match=r"2 models .* this worker.*served_models\(\)"):
+        report_as_dict(second)
+    del models[1:]
+    assert report() is models[0].report
