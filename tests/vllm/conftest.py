@@ -17,6 +17,19 @@ import torch
 from random_deepseek import greedy_tokens, make_checkpoint
 
 AFD = {"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}
+# vLLM's default mode, with its two compilers of pieces.
+INDUCTOR = {
+    "mode": "VLLM_COMPILE",
+    "backend": "inductor",
+    # With the other form vLLM undoes functionalisation itself, by operators that only CUDA has.
+    "inductor_compile_config": {"enable_auto_functionalized_v2": True},
+}
+EAGER = {
+    "mode": "VLLM_COMPILE",
+    "backend": "eager",
+    "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
+}
+FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
 # vLLM's rotary kernel for CPU is wrong for queries with three axes; docs/vllm.md.
 PLAIN = {"mode": "NONE", "custom_ops": ["all", "-rotary_embedding"]}
 # Two threads that spin on a busy machine take many times as long as one.
@@ -148,10 +161,13 @@ class Experts:
         folder: for their logs.
         ranks: how many.
         options: more of the command line.
+        address: where they meet vLLM; a free one if it is None.
     """
 
-    def __init__(self, model: Path, folder: Path, ranks: int = 1, *options: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+    def __init__(
+        self, model: Path, folder: Path, ranks: int = 1, *options: str, address: str | None = None
+    ) -> None:
+        self.address = address or f"127.0.0.1:{free_port()}"
         self._logs = [folder / f"ffn{rank}-{self.address[-5:]}.log" for rank in range(ranks)]
         command = [sys.executable, "-m", "afd_graph.cli", "vllm-ffn", "--model", str(model)]
         command += ["--address", self.address, "--ffn-ranks", str(ranks), *options]
@@ -188,8 +204,8 @@ class Experts:
 def experts(tmp_path: Path) -> Iterator[Any]:
     made: list[Experts] = []
 
-    def start(model: Path, ranks: int = 1, *options: str) -> Experts:
-        made.append(Experts(model, tmp_path, ranks, *options))
+    def start(model: Path, ranks: int = 1, *options: str, address: str | None = None) -> Experts:
+        made.append(Experts(model, tmp_path, ranks, *options, address=address))
         return made[-1]
 
     yield start

@@ -6,26 +6,13 @@ forms of model and attention with Inductor; without it one.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from conftest import mixed_requests
+from conftest import EAGER, FULL, INDUCTOR, mixed_requests
 
-FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
 POLICIES = ("token", "cost", "request")
-INDUCTOR = {
-    "mode": "VLLM_COMPILE",
-    "backend": "inductor",
-    # With the other form vLLM undoes functionalisation itself, by operators that only CUDA has.
-    "inductor_compile_config": {"enable_auto_functionalized_v2": True},
-}
-EAGER = {
-    "mode": "VLLM_COMPILE",
-    "backend": "eager",
-    "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
-}
 PLAIN_ATTENTION = (
     {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "block_size": 32},
     {"VLLM_MLA_DISABLE": "1"},

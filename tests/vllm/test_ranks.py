@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import GATE_OPENED
-from conftest import END_S, mixed_requests
+from conftest import END_S, free_port, mixed_requests
 
 PROGRAM = Path(__file__).parent / "rank_engine.py"
 START_S = 600  # a busy machine is slow to start
@@ -82,25 +83,27 @@ def test_tensor_parallel_attention_with_a_process_of_experts_for_each_worker(
     assert len(found["weights_here"]) == 2
 
 
-def test_opaque_layers_of_one_worker(
-    engine: Any, checkpoint: Any, reference: Any, experts: Any
+def test_opaque_layers_of_one_worker_compiled_and_loaded(
+    engine: Any, checkpoint: Any, reference: Any, experts: Any, tmp_path: Path
 ) -> None:
     model = checkpoint("deepseek_v3")
-    ffn = experts(model)
-    found = engine.run(
-        model,
-        MATRIX,
-        afd=ffn.options(),
-        engine={"distributed_executor_backend": "mp"},
-        environment={"AFD_TEST_OPAQUE": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"},
-        program=PROGRAM,
-    )
-    check_runs(found, reference("deepseek_v3"))
-    assert f"gate and top-k: {GATE_OPENED}" in found["log"]
-    # vLLM has ended, and so have the experts.
-    ((code, log),) = ffn.ended()
-    assert code == 0, log
-    assert "0 attention ranks" in log
+    address = f"127.0.0.1:{free_port()}"
+    for what in ("compiled the model", "loaded the model from vLLM's compile cache"):
+        ffn = experts(model, address=address)
+        found = engine.run(
+            model,
+            MATRIX,
+            afd=ffn.options(),
+            engine={"distributed_executor_backend": "mp"},
+            environment={"AFD_TEST_OPAQUE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+            program=PROGRAM,
+        )
+        check_runs(found, reference("deepseek_v3"))
+        assert re.search(f"AFD {what}: .* gate and top-k: {GATE_OPENED}", found["log"])
+        # vLLM has ended, and so have the experts.
+        ((code, log),) = ffn.ended()
+        assert code == 0, log
+        assert "0 attention ranks" in log
 
 
 def test_two_ffn_ranks_and_what_happens_when_one_is_killed(
