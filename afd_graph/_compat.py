@@ -34,6 +34,11 @@ def processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
 
+def allow_amx() -> None:
+    """Let this process use AMX, if the CPU has it: Linux kills one that has not asked."""
+    torch.cpu._init_amx()
+
+
 def aot_compile(
     gm: fx.GraphModule,
     example_inputs: list[Any],

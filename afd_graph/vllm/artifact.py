@@ -134,8 +134,8 @@ class CompiledModel(StoredModel):
             log.finish(programs.experts, programs.report)
             ffn.check(programs)
             return cls(programs, vllm_config, ffn, cache_entry.entry_path(vllm_config))
-        except BaseException:
-            ffn.channel.close()
+        except BaseException as error:
+            ffn.give_up(error)
             raise
 
     def finalize_loading(self, vllm_config: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from afd_graph import _compat
 from afd_graph.ffn.executor import WRITES_OUT
 from afd_graph.ffn.program import Expression, FFNProgram
 
@@ -32,9 +33,8 @@ def load_kernels() -> None:
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
-    # Linux kills a process that uses AMX without having asked for it. vLLM's kernels do not ask:
-    # in a worker, the matrix products of PyTorch that come first have done so.
-    torch.cpu._init_amx()
+    # vLLM's kernels do not ask: in a worker, PyTorch's matrix products before them have done so.
+    _compat.allow_amx()
 
 
 def _experts(rows: torch.Tensor, *others: Any) -> torch.Tensor:

@@ -122,8 +122,8 @@ class PiecewiseBackend:
                 ffn,
                 entry,
             )
-        except BaseException:
-            ffn.channel.close()
+        except BaseException as error:
+            ffn.give_up(error)
             raise
 
     def _compiled(

@@ -112,6 +112,12 @@ class FFNSide:
                 if program is not None:
                     check_sums(program.graph)
 
+    def give_up(self, error: BaseException) -> None:
+        """Leave the FFN side since no model was made; ranks are told why."""
+        if isinstance(self.connector, TorchDistributedConnector):
+            self.connector.stop(f"the model was not compiled: {error}")
+        self.channel.close()
+
 
 class ServedModel:
     """Runs the steps of one model.
@@ -213,35 +219,41 @@ class ServedModel:
         for number, source in enumerate(self._experts):
             layer = None if source.inputs else moe_layer(source.name)
             if is_ascend(layer):
-                top_k, shared = self._bind_ascend(number, source.name, layer)
+                top_k = self._bind_ascend(number, source.name, layer)
             else:
                 load_kernels()
-                weights, activation, isa, top_k, shared = self._weights(source, inputs)
+                weights, activation, isa, top_k = self._weights(source, inputs)
                 self._ffn.take(number, source.name, weights, activation, isa, self._calls)
             experts = self._channel.num_experts[number]
             self.report.layers.append(
-                LayerReport(number, source.name, experts, top_k, shared, source.gate)
+                LayerReport(number, source.name, experts, top_k, self._shared(), source.gate)
             )
         self._bound = True
 
-    def _bind_ascend(self, number: int, name: str, layer: Any) -> tuple[int, int]:
+    def _shared(self) -> int:
+        """Shared experts of a MoE layer, which an opaque layer hides and a graph does not name."""
+        config = self._ffn.vllm_config.model_config.hf_text_config
+        return getattr(config, "n_shared_experts", None) or 0
+
+    def _bind_ascend(self, number: int, name: str, layer: Any) -> int:
         """Announce experts that other ranks hold; vLLM-Ascend keeps its own copy.
 
         Returns:
-            Experts per token, and whether there are shared ones.
+            Experts per token.
         """
         program = ascend_program(number, name, layer)
         self._ffn.connector.add_program(program)
         self._channel.num_experts[number] = program.num_experts
-        return layer.moe_config.experts_per_token, int(layer._shared_experts is not None)
+        top_k: int = layer.moe_config.experts_per_token
+        return top_k
 
     @staticmethod
     def _weights(
         source: ExpertSource, inputs: Sequence[Any]
-    ) -> tuple[list[torch.Tensor | None], str, str, int, int]:
+    ) -> tuple[list[torch.Tensor | None], str, str, int]:
         if source.inputs:
             weights = [None if i is None else inputs[i] for i in source.inputs]
-            return weights, source.activation, source.isa, source.top_k, 0
+            return weights, source.activation, source.isa, source.top_k
         layer = moe_layer(source.name)
         experts = layer.routed_experts
         kernel = getattr(experts.quant_method, "moe_kernel", None)
@@ -256,8 +268,7 @@ class ServedModel:
             for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
         ]
         top_k = layer.moe_config.experts_per_token
-        shared = int(layer.shared_experts is not None)
-        return weights, experts.activation.value, isa, top_k, shared
+        return weights, experts.activation.value, isa, top_k
 
     def belongs_to(self, engine: Any) -> bool:
         """Whether this is a model of the engine with the compilation configuration ``engine``."""

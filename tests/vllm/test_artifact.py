@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import fx
 
-from afd_graph.errors import AFDError
+from afd_graph.connectors.torch_distributed import TorchDistributedConnector
+from afd_graph.errors import AFDError, UnsupportedError
 from afd_graph.vllm import artifact, cache_entry, options, runner_hook
 from afd_graph.vllm.programs import ExpertSource, Programs
+from afd_graph.vllm.served import FFNSide
 
 
 def _config(**afd: Any) -> Any:
     return SimpleNamespace(
         additional_config={"afd": afd},
         compute_hash=lambda: "of vLLM",
+        compile_debug_dump_path=lambda: None,
         parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
         compilation_config=SimpleNamespace(local_cache_dir=None),
     )
@@ -122,3 +125,30 @@ def test_what_vllm_refuses_after_loading_has_not_met_the_ffn_side(
     assert not met
     assert [loaded(1), loaded(2)] == [1, 2]
     assert met == ["FFN side"]
+
+
+def test_ffn_ranks_are_told_why_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = []
+
+    class Ranks(TorchDistributedConnector):
+        def __init__(self) -> None:
+            """Meets nobody."""
+
+        def stop(self, why: str) -> None:
+            happened.append(why)
+
+    def side(*_: Any) -> FFNSide:
+        made = FFNSide.__new__(FFNSide)
+        made.connector = Ranks()
+        made.channel = SimpleNamespace(credits=2, close=lambda: happened.append("closed"))
+        return made
+
+    def fails(*_: Any) -> Programs:
+        raise UnsupportedError("layer 2 is odd")
+
+    monkeypatch.setattr(artifact, "FFNSide", side)
+    monkeypatch.setattr(artifact, "build_programs", fails)
+    monkeypatch.setattr(runner_hook, "install", lambda vllm_config: None)
+    with pytest.raises(UnsupportedError):
+        artifact.CompiledModel.compile(fx.GraphModule({}, fx.Graph()), _config())
+    assert happened == ["the model was not compiled: layer 2 is odd", "closed"]

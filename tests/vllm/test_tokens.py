@@ -136,12 +136,14 @@ def test_steps_were_really_split(served: Any) -> None:
     assert total["mid_request"] >= 20
 
 
-def test_report_and_log_say_where_the_gate_is(served: Any) -> None:
+def test_report_and_log_say_what_the_layers_are(served: Any) -> None:
     form, results = served
     where = "opened from the opaque operator" if "opaque" in form else "from the graph"
     (report,) = results["reports"]
     assert f"gate and top-k: attention side, {where}" in report.splitlines()
     assert f"gate and top-k: attention side, {where}\n" in results["log"]
+    layers = [line.split()[2:] for line in report.splitlines() if ".mlp.experts" in line]
+    assert layers == [["8", "2", "1"]] * 3  # experts, top-k, shared experts
 
 
 @pytest.mark.parametrize("name", PADDED)
