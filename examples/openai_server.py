@@ -145,6 +145,7 @@ def serving(
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "60",
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

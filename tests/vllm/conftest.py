@@ -132,6 +132,7 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "60",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": str(self.cache),
             "VLLM_NO_USAGE_STATS": "1",

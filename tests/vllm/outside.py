@@ -32,6 +32,8 @@ def main() -> None:
     )
     (found,) = llm.collective_rpc(report_as_dict)
     Path(sys.argv[2]).write_text(json.dumps(found))
+    # By itself vLLM kills its processes five seconds after it told them to end.
+    llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
 if __name__ == "__main__":
