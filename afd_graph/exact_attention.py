@@ -91,15 +91,31 @@ def _safe(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> SafeCoun
 def _try(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> SafeCounts:
     what = f"attention of {heads} heads of {size} in {dtype}"
     safe = SafeCounts(_QUERIES)
+    queries = [4 * ordinary((heads, size), dtype, seed) for seed in range(2)]
+    cancelling = _cancelling_queries(heads, size, dtype)
     for keys in _KEYS:
-        found = safe_counts(
-            _Trial(heads, key_heads, size, keys, dtype),
-            [4 * ordinary((heads, size), dtype, seed) for seed in range(2)],
-            what=f"{what} over {keys} keys",
-            tried=safe.counts,
-        )
-        safe = found
+        for trial, rows in (
+            (_Trial(heads, key_heads, size, keys, dtype), queries),
+            (_ScoreTrial(heads, key_heads, size, keys, dtype), cancelling),
+        ):
+            safe = safe_counts(trial, rows, what=f"{what} over {keys} keys", tried=safe.counts)
     return safe
+
+
+def _cancelling_queries(heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries whose products with the keys of :class:`_ScoreTrial` are nothing but rounding.
+
+    They are as large as it takes to see that in weights of ``dtype``.
+    """
+    largest = 2**12 if dtype in (torch.bfloat16, torch.float16) else 2**6
+    halves = [largest * ordinary((heads, size // 2), dtype, seed) for seed in range(2)]
+    return [_mixed(half, -half, size) for half in halves]
+
+
+def _mixed(left: torch.Tensor, right: torch.Tensor, size: int) -> torch.Tensor:
+    """Both side by side in ``size`` columns of any order, the same for all."""
+    columns = torch.cat([left, right, left.new_zeros(*left.shape[:-1], size % 2)], -1)
+    return columns[..., torch.randperm(size, generator=torch.Generator().manual_seed(size))]
 
 
 class _Trial:
@@ -121,6 +137,7 @@ class _Trial:
         self._grouped = heads != key_heads
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The answers of a batch of one, then of two."""
         count = rows.shape[0]
         query = rows.transpose(0, 1).contiguous()
         answers = [
@@ -137,6 +154,23 @@ class _Trial:
             for batch in (1, 2)
         ]
         return torch.cat(answers)
+
+
+class _ScoreTrial(_Trial):
+    """Attention with scores that are nothing but rounding errors, which the weights then show.
+
+    Called with :func:`_cancelling_queries`. The sums of :class:`_Trial` do not show how scores are
+    rounded: its keys are in pairs, which get equal scores however that is done.
+    """
+
+    def __init__(
+        self, heads: int, key_heads: int, size: int, keys: int, dtype: torch.dtype
+    ) -> None:
+        half = ordinary((1, key_heads, keys, size // 2), dtype, 1)
+        self._key = _mixed(half, half, size)
+        self._value = ordinary((1, key_heads, keys, size), dtype, 2)
+        self._mask = torch.ones(keys, dtype=torch.bool)
+        self._grouped = heads != key_heads
 
 
 def _fake(
