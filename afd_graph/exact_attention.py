@@ -13,6 +13,8 @@ What could differ between the two, and how it is held:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -95,15 +97,15 @@ def _try(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> SafeCount
     cancelling = _cancelling_queries(heads, size, dtype)
     for keys in _KEYS:
         for trial, rows in (
-            (_Trial(heads, key_heads, size, keys, dtype), queries),
-            (_ScoreTrial(heads, key_heads, size, keys, dtype), cancelling),
+            (_value_trial(key_heads, size, keys, dtype), queries),
+            (_score_trial(key_heads, size, keys, dtype), cancelling),
         ):
             safe = safe_counts(trial, rows, what=f"{what} over {keys} keys", tried=safe.counts)
     return safe
 
 
 def _cancelling_queries(heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Queries whose products with the keys of :class:`_ScoreTrial` are nothing but rounding.
+    """Queries whose products with the keys of :func:`_score_trial` are nothing but rounding.
 
     They are as large as it takes to see that in weights of ``dtype``.
     """
@@ -118,36 +120,35 @@ def _mixed(left: torch.Tensor, right: torch.Tensor, size: int) -> torch.Tensor:
     return columns[..., torch.randperm(size, generator=torch.Generator().manual_seed(size))]
 
 
+@dataclass(frozen=True)
 class _Trial:
-    """Attention over pairs of equal keys with opposite values: what is left is rounding.
+    """Attention over given keys, called with rows ``[count, heads, size]``, the queries.
 
-    Called with rows ``[count, heads, size]``, the queries. Computed for a batch of one and of two,
-    which must agree too: the batch is what a cut between requests changes.
+    Computed for a batch of one and of two, which must agree too: the batch is what a cut between
+    requests changes.
+
+    Attributes:
+        key: ``[1, key heads, keys, size]``.
+        value: likewise.
+        mask: which keys are seen, ``[keys]``.
     """
 
-    def __init__(
-        self, heads: int, key_heads: int, size: int, keys: int, dtype: torch.dtype
-    ) -> None:
-        half = -(-keys // 2)
-        order = torch.randperm(2 * half, generator=torch.Generator().manual_seed(keys))[:keys]
-        key, value = (ordinary((1, key_heads, half, size), dtype, seed) for seed in (1, 2))
-        self._key = torch.cat([key, key], 2)[:, :, order].contiguous()
-        self._value = torch.cat([value, -value], 2)[:, :, order].contiguous()
-        self._mask = torch.cat([torch.arange(half) % 3 != 1] * 2)[order]
-        self._grouped = heads != key_heads
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The answers of a batch of one, then of two."""
-        count = rows.shape[0]
+        count, heads = rows.shape[:2]
         query = rows.transpose(0, 1).contiguous()
         answers = [
             F.scaled_dot_product_attention(
                 query.expand(batch, *query.shape).contiguous(),
-                self._key.expand(batch, -1, -1, -1).contiguous(),
-                self._value.expand(batch, -1, -1, -1).contiguous(),
-                self._mask.expand(1, 1, count, -1).contiguous(),
+                self.key.expand(batch, -1, -1, -1).contiguous(),
+                self.value.expand(batch, -1, -1, -1).contiguous(),
+                self.mask.expand(1, 1, count, -1).contiguous(),
                 scale=0.25,
-                enable_gqa=self._grouped,
+                enable_gqa=heads != self.key.shape[1],
             )
             .transpose(1, 2)
             .flatten(0, 1)
@@ -156,21 +157,27 @@ class _Trial:
         return torch.cat(answers)
 
 
-class _ScoreTrial(_Trial):
-    """Attention with scores that are nothing but rounding errors, which the weights then show.
+def _value_trial(key_heads: int, size: int, keys: int, dtype: torch.dtype) -> _Trial:
+    """Pairs of equal keys with opposite values: what is left is the rounding of their sum."""
+    half = -(-keys // 2)
+    order = torch.randperm(2 * half, generator=torch.Generator().manual_seed(keys))[:keys]
+    key, value = (ordinary((1, key_heads, half, size), dtype, seed) for seed in (1, 2))
+    return _Trial(
+        torch.cat([key, key], 2)[:, :, order].contiguous(),
+        torch.cat([value, -value], 2)[:, :, order].contiguous(),
+        torch.cat([torch.arange(half) % 3 != 1] * 2)[order],
+    )
 
-    Called with :func:`_cancelling_queries`. The sums of :class:`_Trial` do not show how scores are
+
+def _score_trial(key_heads: int, size: int, keys: int, dtype: torch.dtype) -> _Trial:
+    """Scores that are nothing but rounding errors, which the weights then show.
+
+    For :func:`_cancelling_queries`. The sums of :func:`_value_trial` do not show how scores are
     rounded: its keys are in pairs, which get equal scores however that is done.
     """
-
-    def __init__(
-        self, heads: int, key_heads: int, size: int, keys: int, dtype: torch.dtype
-    ) -> None:
-        half = ordinary((1, key_heads, keys, size // 2), dtype, 1)
-        self._key = _mixed(half, half, size)
-        self._value = ordinary((1, key_heads, keys, size), dtype, 2)
-        self._mask = torch.ones(keys, dtype=torch.bool)
-        self._grouped = heads != key_heads
+    half = ordinary((1, key_heads, keys, size // 2), dtype, 1)
+    value = ordinary((1, key_heads, keys, size), dtype, 2)
+    return _Trial(_mixed(half, half, size), value, torch.ones(keys, dtype=torch.bool))
 
 
 def _fake(

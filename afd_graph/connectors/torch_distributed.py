@@ -29,7 +29,7 @@ from afd_graph.connectors import row_quantisation as quantisation
 from afd_graph.connectors.base import Connector, WorkItem
 from afd_graph.connectors.refusals import is_known, misfit, no_credit, wrong_item
 from afd_graph.connectors.torch_distributed_peer import Flight, Peer
-from afd_graph.connectors.torch_distributed_watch import Watch, cause
+from afd_graph.connectors.torch_distributed_watch import LOOK_S, Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     NO_PARENT_ROWS,
     NO_SHARED_ROWS,
@@ -46,7 +46,6 @@ from afd_graph.ffn.serialize import program_to_dict
 if TYPE_CHECKING:
     from afd_graph.config import AFDConfig
 
-_LOOK_S = 0.5  # how often a wait looks whether the world has ended
 _GRACE_S = 1.0  # how long a failed collective waits for another rank to say why
 
 
@@ -338,7 +337,7 @@ class TorchDistributedConnector(Connector):
         keys = [f"gathered {rank}" for rank in range(world.ranks.attention)]
         while not store.check(keys):
             self._watch.raise_failure()
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         return [json.loads(text) for text in store.multi_get(keys)]
 
     def on_failure(self, call: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from afd_graph.connectors.base import WorkItem
-from afd_graph.connectors.torch_distributed_watch import Watch, cause
+from afd_graph.connectors.torch_distributed_watch import LOOK_S, Watch, cause
 from afd_graph.connectors.torch_distributed_wire import (
     Header,
     Kind,
@@ -31,7 +31,6 @@ from afd_graph.connectors.torch_distributed_world import World
 from afd_graph.errors import ConnectorError
 
 _PINGS = 8
-_PING_S = 0.5  # how often a wait for a clock looks whether the world has ended
 _BYE_S = 5.0  # longest that the end waits for a message to be taken
 
 
@@ -115,7 +114,7 @@ class Peer:
         encoded, work = self._link.send_header(Header(Kind.PING), Tag.REQUEST)
         while True:
             try:
-                theirs, end = self._pongs.get(timeout=_PING_S)
+                theirs, end = self._pongs.get(timeout=LOOK_S)
                 break
             except queue.Empty:
                 self._watch.raise_failure()

@@ -26,6 +26,9 @@ from afd_graph.errors import ConnectorError
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.5
+"""How often a wait for something else looks whether the world has ended."""
+
 _FAILURE = "failure"
 _PARTS = 10  # beats in one timeout
 _LONGEST_PAUSE_S = 1.0

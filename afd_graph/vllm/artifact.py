@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import pickle
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
     """A model that vLLM calls with its own inputs, and may store after compiling it.
 
     Args:
+        programs: compiled, or loaded.
         vllm_config: vLLM's configuration of the model.
         ffn: where its experts go, if it was just compiled. What was loaded meets the FFN side with
             its first step: vLLM may still find that it is of another source, and compile again.
@@ -50,16 +52,21 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
     """
 
     def __init__(
-        self, vllm_config: Any, ffn: FFNSide | None = None, entry: Path | None = None
+        self,
+        programs: Any,
+        vllm_config: Any,
+        ffn: FFNSide | None = None,
+        entry: Path | None = None,
     ) -> None:
+        self._programs = programs
         self._vllm_config = vllm_config
         self._model = None if ffn is None else self._serve(ffn)
         self.stored: bytes | None = None
         self._unsealed = entry
 
+    @abstractmethod
     def _serve(self, ffn: FFNSide) -> ServedModel:
         """What runs the steps, with experts at ``ffn``."""
-        raise NotImplementedError
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one step."""
@@ -88,27 +95,10 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
 
 
 class CompiledModel(StoredModel):
-    """A compiled model whose programs run as plain PyTorch.
-
-    Args:
-        programs: what the passes made.
-        vllm_config: vLLM's configuration of the model.
-        ffn: where its experts go, if it was just compiled.
-        entry: where vLLM will store it, if it was just compiled.
-    """
-
-    def __init__(
-        self,
-        programs: Programs,
-        vllm_config: Any,
-        ffn: FFNSide | None = None,
-        entry: Path | None = None,
-    ) -> None:
-        self._programs, self._made_by = programs, identity(vllm_config)
-        super().__init__(vllm_config, ffn, entry)
+    """A compiled model whose :class:`Programs` run as plain PyTorch."""
 
     def _serve(self, ffn: FFNSide) -> ServedModel:
-        programs = self._programs
+        programs: Programs = self._programs
         return ServedModel(
             programs.experts,
             programs.report,
@@ -145,7 +135,7 @@ class CompiledModel(StoredModel):
     @classmethod
     def serialize_compile_artifacts(cls, compiled: CompiledModel) -> bytes:
         """The programs, and what they were made by."""
-        compiled.stored = dump_programs(compiled._programs, compiled._made_by)
+        compiled.stored = dump_programs(compiled._programs, identity(compiled._vllm_config))
         return compiled.stored
 
     @classmethod

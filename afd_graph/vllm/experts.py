@@ -11,6 +11,7 @@ stay packed as vLLM packed them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _library.define(
 )
 
 
+@cache
 def load_kernels() -> None:
     """Load vLLM's kernels for this CPU into the process; again does nothing."""
     if not hasattr(torch.ops._C, "cpu_fused_moe"):

@@ -18,7 +18,6 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,27 +242,11 @@ class PiecewisePrograms:
 
 
 class PiecewiseModel(StoredModel):
-    """A model whose programs vLLM compiled in pieces.
-
-    Args:
-        programs: compiled, or loaded.
-        vllm_config: vLLM's configuration of the model.
-        ffn: where its experts go, if it was just compiled.
-        entry: where vLLM will store it, if it was just compiled.
-    """
-
-    def __init__(
-        self,
-        programs: PiecewisePrograms,
-        vllm_config: Any,
-        ffn: FFNSide | None = None,
-        entry: Path | None = None,
-    ) -> None:
-        self._programs = programs
-        super().__init__(vllm_config, ffn, entry)
+    """A model whose :class:`PiecewisePrograms` vLLM compiled in pieces."""
 
     def _serve(self, ffn: FFNSide) -> ServedModel:
-        programs, split = self._programs, self._programs.split
+        programs: PiecewisePrograms = self._programs
+        split = programs.split
         return ServedModel(
             programs.experts,
             programs.report,
