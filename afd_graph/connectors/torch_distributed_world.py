@@ -52,7 +52,7 @@ PROTOCOL = 2
 _BACKENDS = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl"}
 _POLL_S = 0.05
 _READ_S = 5.0  # longest that rank 0 waits for the others to read what it read
-_TOLD_S = 1.0  # how long rank 0 stays when somebody gave up
+_TOLD_S = 1.0  # how long rank 0 stays when it is known that the ranks will not meet
 _MAX_ROWS = 1 << 31
 LEAST_TIMEOUT_S = 0.5
 _OF_ONE_RANK = ("address", "rank", "connect_timeout_s")
@@ -376,11 +376,16 @@ class World:
             self._raise_if_given_up(store)
             if time.monotonic() > deadline:
                 missing = [
-                    name for key, name in zip(keys, names, strict=True) if not store.check([key])
+                    name
+                    for key, name in zip(keys, names, strict=True)
+                    if not self._asked(store.check, [key])
                 ]
+                if not missing:
+                    break  # the last one came since it was asked for
+                late = f"did not come to the handshake within {limit:g} s: {', '.join(missing)}"
+                self._tell_failure(late)
                 raise ConnectorError(
-                    f"did not come to the handshake within {limit:g} s: {', '.join(missing)}",
-                    remedy="see the messages of these ranks, or raise connect_timeout_s",
+                    late, remedy="see the messages of these ranks, or raise connect_timeout_s"
                 )
             time.sleep(_POLL_S)
         texts = store.multi_get(keys)
@@ -413,8 +418,14 @@ class World:
         self._tell_failure(f"{self.name} failed before the handshake: {error}")
 
     def _tell_failure(self, what: str) -> None:
+        """Tell all ranks why they will not meet; the first cause is kept."""
         with contextlib.suppress(RuntimeError):  # the store's holder may be gone
-            self.store().set("gave up", what)
+            self.store().compare_set("gave up", "", what)
+            self._stay()
+
+    def _stay(self) -> None:
+        if self.rank == 0:  # this process may hold the store; the others read the cause there
+            time.sleep(_TOLD_S)
 
     def _asked(self, question: Callable[[list[str]], bool], keys: list[str]) -> bool:
         try:
@@ -428,8 +439,7 @@ class World:
 
     def _raise_if_given_up(self, store: dist.Store) -> None:
         if store.check(["gave up"]):
-            if self.rank == 0:
-                time.sleep(_TOLD_S)  # this process may hold the store; the others read it there
+            self._stay()
             raise ConnectorError(
                 store.get("gave up").decode(), remedy="see the messages of that rank"
             )
