@@ -74,13 +74,24 @@ class Running:
         for rank in self.experts:
             for program in self.programs:
                 rank.add_program(program)
-        self.threads = [threading.Thread(target=rank.serve, daemon=True) for rank in self.experts]
+        self.failures: list[str] = []
+        self.threads = [
+            threading.Thread(target=self.serve, args=(rank,), daemon=True) for rank in self.experts
+        ]
 
-    def close(self) -> None:
+    def serve(self, rank: CamExperts) -> None:
+        try:
+            rank.serve()
+        except Exception as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+
+    def close(self, failure: str | None = None) -> None:
+        """End the world; of its FFN ranks all must have failed with ``failure``, or none."""
         together([channel.close for channel in self.channels])
         for thread in self.threads:
             thread.join(20)
             assert not thread.is_alive()
+        assert self.failures == ([] if failure is None else [failure] * len(self.experts))
 
 
 def options(world: World, rank: int, operators: str = "afd_ascend", quant: bool = False) -> dict:
@@ -105,15 +116,21 @@ def running(
     operators: str = "afd_ascend",
     quant: bool = False,
     shared: bool = False,
+    gives_up_s: float | None = None,
     **world: Any,
 ) -> Iterator[Running]:
+    """A world that runs; with ``gives_up_s`` its FFN ranks wait so long, in vain at the end."""
+    failure = None
+    if gives_up_s is not None:
+        world["patience_s"] = gives_up_s
+        failure = f"RuntimeError: 507014: dispatch_recv timed out after {gives_up_s:g} s"
     ranks = Running(
         World(attention, ffn, tp_size=tp, **world), operators, quant=quant, shared=shared
     )
     for thread in ranks.threads:
         thread.start()
     yield ranks
-    ranks.close()
+    ranks.close(failure)
 
 
 def together(calls: list[Any]) -> list[Any]:
@@ -186,7 +203,7 @@ def test_every_rank_of_a_replica_is_served_together():
 
 
 def test_a_replica_waits_for_its_last_rank():
-    with running(attention=2, ffn=1, tp=2, patience_s=0.3) as ranks:
+    with running(attention=2, ffn=1, tp=2, gives_up_s=0.3) as ranks:
         hidden, ids, _ = step(2)
         ranks.channels[0].dispatch(hidden, ids, 0, 0)
         ranks.threads[0].join(10)  # the FFN rank gave up, as a device would
@@ -230,7 +247,8 @@ def test_an_ffn_rank_without_rows_answers():
 
 def test_experts_that_do_not_divide_evenly():
     with running(ffn=4) as ranks:  # two, two, two and none
-        check(exchange(ranks.channels[0], 0, rows=9), ranks.programs[0], 9)
+        for layer in range(LAYERS):
+            check(exchange(ranks.channels[0], layer, rows=9), ranks.programs[layer], 9)
 
 
 def test_one_credit():
@@ -268,7 +286,7 @@ def test_wrong_pairing():
 
 @pytest.mark.parametrize(("rows", "tp"), [(MAX_TOKENS + 1, 1), (MAX_TOKENS // 2 + 1, 2), (0, 1)])
 def test_capacity(rows, tp):
-    with running(attention=tp, tp=tp, patience_s=0.5) as ranks:
+    with running(attention=tp, tp=tp, gives_up_s=0.5) as ranks:
         hidden = torch.zeros(rows, HIDDEN, dtype=DTYPE)
         ids = torch.zeros(rows, TOP_K, dtype=torch.int64)
         with pytest.raises(ConnectorError, match=f"{rows} rows does not fit.*raise max_tokens"):
@@ -276,7 +294,7 @@ def test_capacity(rows, tp):
 
 
 def test_a_failed_step_loses_the_group():
-    with running(patience_s=0.5) as ranks:
+    with running(gives_up_s=2.0) as ranks:
         channel = ranks.channels[0]
         hidden, ids, weights = step(4)
         ticket = channel.dispatch(hidden, ids, 0, 0)

@@ -36,7 +36,8 @@ from afd_graph.timeline import Recorder
 HIDDEN, EXPERTS, TOP_K = 16, 4, 2
 OPTIONS = {"local": {}, "process": {"imports": ["expert_ops"]}, "emulated": {}}
 ECHO, FAILING, PAUSING, BOTH, THREADS = 10, 11, 12, 13, 14
-PAUSE_S = 1.0
+PAUSE_S = 2.0
+SOON_S = 15.0  # less than any default timeout, and enough on a busy machine
 
 
 def programs():
@@ -159,8 +160,8 @@ class TestAnswers:
             step(channel, PAUSING)
         costs = recorder.measure().costs
         assert costs is not None
-        assert PAUSE_S <= costs.ffn_s < PAUSE_S + 0.5
-        assert costs.dispatch_s + costs.return_s < 0.5
+        assert PAUSE_S <= costs.ffn_s < 2 * PAUSE_S
+        assert costs.dispatch_s + costs.return_s < PAUSE_S
 
 
 class TestErrors:
@@ -212,7 +213,7 @@ class TestErrors:
                 ConnectorError, match=r"did not answer within 0\.2 s.*\[layer=12, stage=1\]"
             ):
                 step(made, PAUSING, stage=1)
-            assert time.monotonic() - begin < 0.8
+            assert time.monotonic() - begin < PAUSE_S, "it was not waited for"
             with pytest.raises(ConnectorError, match=r"has failed: .*did not answer.*layer=10"):
                 step(made, ECHO)
 
@@ -241,7 +242,7 @@ class TestErrors:
             waiter.start()
             time.sleep(0.2)
             made.close()
-            waiter.join(5)
+            waiter.join(SOON_S)
             assert not waiter.is_alive()
             assert "closed" in str(caught[0])
 
@@ -296,8 +297,8 @@ def stat_of(pid: int) -> str | None:
         return None
 
 
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         if stat_of(pid) in (None, "Z"):
             return True
@@ -323,7 +324,7 @@ class TestProcessFaults:
             ConnectorError, match=rf"pid {pid}\) was killed by SIGKILL.*\[layer=12, stage=1\]"
         ):
             exchange_with_killed(own_process, *batch(3), pid)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < SOON_S
         own_process.abandon()
         with pytest.raises(ConnectorError, match=r"has failed: .*SIGKILL"):
             step(own_process, ECHO)
@@ -340,7 +341,7 @@ class TestProcessFaults:
             match=r"did not answer within 0\.3 s; it is stopped \[layer=10, stage=0\].*SIGCONT",
         ):
             step(own_process, ECHO)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < SOON_S
         own_process.close()
         assert stat_of(pid) is None
 
@@ -401,7 +402,7 @@ class TestProcessFaults:
             capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         assert run.returncode == -signal.SIGKILL, run.stderr
-        assert gone_within(int(run.stdout), 10)
+        assert gone(int(run.stdout))
 
     def test_a_forgotten_connector_takes_its_process_along_and_gives_the_weights_back(self):
         program = swiglu_program()
@@ -411,7 +412,7 @@ class TestProcessFaults:
         pid = connector.pid
         del connector
         gc.collect()
-        assert gone_within(pid, 5)
+        assert gone(pid)
         assert torch.equal(program.routed.weights[0][1], kept)
 
 
@@ -662,8 +663,8 @@ class TestEmulated:
         self.assert_reached(ends, [0.06])
 
     def assert_reached(self, ends, expected: list[float]) -> None:
-        """Never early; and within 1 % once in ten tries, since other programs may delay any."""
-        for _ in range(10):
+        """Never early; and within 1 % once in fifty tries, since other programs may delay any."""
+        for _ in range(50):
             seen = ends()
             assert all(end >= least for end, least in zip(seen, expected, strict=True))
             if seen == pytest.approx(expected, rel=0.01):
@@ -675,7 +676,7 @@ class TestEmulated:
         begin = time.perf_counter()
         with pytest.raises(ConnectorError, match=r"within 0\.05 s \[layer=2, stage=1\]"):
             connector.wait(connector.send(WorkItem(2, 1, torch.zeros(1, 2), [1])), 0.05)
-        assert time.perf_counter() - begin < 0.5
+        assert time.perf_counter() - begin < 5.0, "it was not waited for"
 
     @pytest.mark.parametrize(
         ("options", "message"),

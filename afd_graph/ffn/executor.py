@@ -138,7 +138,7 @@ class FFNExecutor:
         if problem is not None:
             raise wrong_item(item, problem)
         program = self._programs[item.layer]
-        if sum(item.counts) != item.rows.shape[0] or min(item.counts) < 0:
+        if sum(item.counts) != item.rows.shape[0] or min(item.counts, default=0) < 0:
             problem = f"counts sum to {sum(item.counts)} for {item.rows.shape[0]} rows"
         elif item.shared_rows is not None and program.shared is None:
             problem = "shared rows for a layer whose shared experts are not on this side"
