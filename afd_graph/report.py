@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,7 @@ class Report:
             observer(step)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.layers)} MoE layers, {len(self.graphs)} graphs"]
+        lines = [f"{_counted(self.layers, 'MoE layer')}, {_counted(self.graphs, 'graph')}"]
         if self.layers:
             rows: list[tuple[str, ...]] = [("index", "layer", "experts", "top-k", "shared")]
             rows += [
@@ -234,6 +234,10 @@ class _Measured:
 
     def __call__(self) -> Trace:
         return self.trace
+
+
+def _counted(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

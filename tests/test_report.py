@@ -52,7 +52,7 @@ def test_prints_as_a_table():
     with AFDBackend() as backend, torch.no_grad():
         torch.compile(PlainModel(shared=24), backend=backend)(IDS)
         lines = str(backend.report()).splitlines()
-    assert lines[0] == "2 MoE layers, 1 graphs"
+    assert lines[0] == "2 MoE layers, 1 graph"
     assert lines[1].split() == ["index", "layer", "experts", "top-k", "shared"]
     assert lines[2].split() == ["0", "blocks.0.moe", "6", "2", "1"]
     assert lines[3].split() == ["1", "blocks.1.moe", "6", "2", "1"]

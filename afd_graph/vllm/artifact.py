@@ -13,11 +13,13 @@ Both programs are stored as graphs; the experts' weights are inputs and never st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import pickle
 from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +117,9 @@ class CompiledModel(StoredModel):
         Raises:
             UnsupportedError: the graph cannot be split and ``on_unsupported`` is ``error``.
         """
-        config = options_of(vllm_config).config
         register_stage_ops()
-        ffn = FFNSide(config, vllm_config)
-        try:
-            log = observe.GraphLog(vllm_config, config)
-            programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
-            log.finish(programs.experts, programs.report)
-            ffn.check(programs)
+        with new_programs(gm, vllm_config) as (programs, ffn):
             return cls(programs, vllm_config, ffn, cache_entry.entry_path(vllm_config))
-        except BaseException as error:
-            ffn.give_up(error)
-            raise
 
     def finalize_loading(self, vllm_config: Any) -> None:
         """Called by vLLM when it has checked that the model's source is the same."""
@@ -151,6 +144,26 @@ class CompiledModel(StoredModel):
         programs = load_programs(data, identity(vllm_config))
         runner_hook.install(vllm_config)
         return cls(programs, vllm_config)
+
+
+@contextlib.contextmanager
+def new_programs(gm: fx.GraphModule, vllm_config: Any) -> Iterator[tuple[Programs, FFNSide]]:
+    """Programs of a captured graph, and the FFN side for them, which an error inside ends.
+
+    Raises:
+        UnsupportedError: the graph cannot be split and ``on_unsupported`` is ``error``.
+    """
+    config = options_of(vllm_config).config
+    ffn = FFNSide(config, vllm_config)
+    try:
+        log = observe.GraphLog(vllm_config, config)
+        programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
+        log.finish(programs.experts, programs.report)
+        ffn.check(programs)
+        yield programs, ffn
+    except BaseException as error:
+        ffn.give_up(error)
+        raise
 
 
 def identity(vllm_config: Any) -> dict[str, str]:

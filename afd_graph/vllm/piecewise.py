@@ -27,8 +27,7 @@ from afd_graph import _compat
 from afd_graph.errors import AFDError, ConfigError, PassError
 from afd_graph.report import GraphReport
 from afd_graph.vllm import cache_entry, observe
-from afd_graph.vllm.artifact import StoredModel, identity, seal, unseal
-from afd_graph.vllm.options import options_of
+from afd_graph.vllm.artifact import StoredModel, identity, new_programs, seal, unseal
 from afd_graph.vllm.piece_inputs import keep_views_inside
 from afd_graph.vllm.piece_order import (
     Call,
@@ -38,7 +37,7 @@ from afd_graph.vllm.piece_order import (
     graph_order,
 )
 from afd_graph.vllm.piece_sizes import give_values, refuse_assumptions
-from afd_graph.vllm.programs import ExpertSource, build_programs, digest
+from afd_graph.vllm.programs import ExpertSource, digest
 from afd_graph.vllm.served import FFNSide, ServedModel
 from afd_graph.vllm.stage_ops import register_stage_ops
 
@@ -91,13 +90,7 @@ class PiecewiseBackend:
         self._refuse_fixed_sizes()
         # vLLM's own backend puts another path where this one is read from.
         entry = cache_entry.entry_path(self._vllm_config)
-        config = options_of(self._vllm_config).config
-        ffn = FFNSide(config, self._vllm_config)
-        try:
-            log = observe.GraphLog(self._vllm_config, config)
-            programs = build_programs(gm, config, ffn.channel.credits, log.after_pass)
-            log.finish(programs.experts, programs.report)
-            ffn.check(programs)
+        with new_programs(gm, self._vllm_config) as (programs, ffn):
             calls = digest(programs)
             # The values of the two-stage graph come first: vLLM works on the other in place.
             lengths: Sequence[torch.SymInt] = ()
@@ -113,17 +106,10 @@ class PiecewiseBackend:
                     with _compat.guards_on(lengths) as conditions:
                         split = self._compiled(programs.split, inputs, made_by, "two_stages")
                     refuse_assumptions(conditions, example_inputs, lengths)
-            return PiecewiseModel(
-                PiecewisePrograms(
-                    made_by, calls, programs.experts, programs.report, unsplit, split
-                ),
-                self._vllm_config,
-                ffn,
-                entry,
+            compiled = PiecewisePrograms(
+                made_by, calls, programs.experts, programs.report, unsplit, split
             )
-        except BaseException as error:
-            ffn.give_up(error)
-            raise
+            return PiecewiseModel(compiled, self._vllm_config, ffn, entry)
 
     def _compiled(
         self, gm: fx.GraphModule, inputs: Sequence[Any], made_by: dict[str, str], name: str
