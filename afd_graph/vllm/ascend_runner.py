@@ -245,8 +245,8 @@ def complete_context(context: Any, stage: Stage) -> None:
         except _Unstaged as problem:
             raise PlanError(
                 f"the forward context's {name} {problem}",
-                remedy="run this configuration without the AFD backend; docs/vllm.md says "
-                "what is known of vLLM-Ascend",
+                remedy="run this configuration without the AFD backend; docs/vllm-inside.md "
+                "says what is known of vLLM-Ascend",
             ) from None
 
 
