@@ -15,9 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine import build
+
 from policy import counters
 
-BLOCKS = 40  # of 16 tokens; 33 hold the longest request
+ENGINE = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 40,  # of 16 tokens; 33 hold the longest request
+    "scheduling_policy": "priority",
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+}
 
 
 def workloads() -> dict[str, tuple[list[int], dict[str, Any]]]:
@@ -82,25 +91,8 @@ def reload_weights(llm: Any) -> str:
 
 
 def main() -> None:
-    from vllm import LLM
-
     spec = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(
-        model=spec["model"],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
-        max_model_len=512,
-        seed=0,
-        max_num_seqs=64,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=BLOCKS,
-        scheduling_policy="priority",
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        compilation_config=spec["compilation"],
-        additional_config={} if spec["afd"] is None else {"afd": spec["afd"]},
-    )
+    llm = build({**spec, "engine": ENGINE})
     answers = {name: serve(llm, name, *given) for name, given in workloads().items()}
     refused = reload_weights(llm) if spec["afd"] else ""
     again = serve(llm, "one_token_prompts", *workloads()["one_token_prompts"])

@@ -9,22 +9,18 @@ import json
 import sys
 from pathlib import Path
 
+from engine import build
+
+AFD = {"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}
+
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from afd_graph.vllm import report_as_dict
 
-    llm = LLM(
-        model=sys.argv[1],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        attention_backend="CPU_MLA",  # vLLM's choice where the CPU has AMX has no float32
-        max_model_len=512,
-        max_num_seqs=8,
-        compilation_config={"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"},
-        additional_config={"afd": {"trace": True, "dump_dir": str(Path(sys.argv[2]).parent)}},
-    )
+    options = {"trace": True, "dump_dir": str(Path(sys.argv[2]).parent)}
+    llm = build({"model": sys.argv[1], "compilation": AFD, "afd": options})
     llm.generate(
         [{"prompt_token_ids": [5, 6, 7]}] * 3,
         SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False),

@@ -6,17 +6,15 @@ without it a part. A form's totals are printed (``pytest -rP``).
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from conftest import PLAIN, mixed_requests
+from conftest import FULL, PLAIN, mixed_requests
 from random_deepseek import COMMON
 
 POLICIES = ("none", "token", "request", "cost", "auto")
-FULL = os.environ.get("AFD_VLLM_MATRIX") == "full"
 # Rows and requests more than there are.
 PADDED = {"padded rows": (5, 0), "padded rows and requests": (5, 2)}
 EXPERTS_PER_TOKEN, HIDDEN = COMMON["num_experts_per_tok"], COMMON["hidden_size"]
