@@ -255,7 +255,7 @@ act().catch((error) => console.error(error));
     CHROMIUM is None and not REQUIRED, reason="no Chromium here: make browser-setup"
 )
 class TestInABrowser:
-    @pytest.fixture(scope="class", autouse=True)
+    @pytest.fixture(autouse=True)
     def has_a_browser(self):
         assert CHROMIUM is not None, "AFD_BROWSER=required, and no Chromium: make browser-setup"
 

@@ -81,6 +81,7 @@ def main(cases: dict[str, tuple[dict[str, object], bool]]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.specialize_float = True  # as in conftest.py
     dist.init_process_group("gloo")
     results = {name: run_case(*case) for name, case in cases.items()}
     if dist.get_rank() == 0:
