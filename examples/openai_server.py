@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 AFD = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}')
 """Arguments of a server whose model the backend compiles."""
@@ -131,9 +132,7 @@ def serving(
     Raises:
         RuntimeError: it was not ready within ten minutes, with the end of its log.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "model", "--skip-tokenizer-init"),

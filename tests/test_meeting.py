@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from afd_graph.errors import AFDError, ConfigError, ConnectorError
 from afd_graph.ffn.assembly import Replicas
 from afd_graph.ffn.program import FFNProgram
 from afd_graph.ffn.server import FFNServer, ModelWeights
+from ports import free_port
 
 WORLD: dict[str, Any] = {
     "attention_ranks": 2,
@@ -34,9 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def settings(address: str, place: int, **others: Any) -> WorldConfig:

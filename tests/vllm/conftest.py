@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ports import free_port
 from random_deepseek import greedy_tokens, make_checkpoint
 
 AFD = {"mode": "DYNAMO_TRACE_ONCE", "backend": "afd"}
@@ -143,15 +142,6 @@ class Engine:
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tmp_path_factory.mktemp("engines"))
-
-
-def free_port() -> int:
-    """One that nobody gets before an engine has started, as the system hands out higher ones."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("100 ports are taken")
 
 
 class Experts:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from test_ranks import MATRIX, PROGRAM, check_runs
 
-from conftest import EAGER, FULL, INDUCTOR, free_port
+from conftest import EAGER, FULL, INDUCTOR
+from ports import free_port
 
 
 class Served:

@@ -14,7 +14,8 @@ import pytest
 
 from afd_graph.errors import AFDError, ConfigError
 from afd_graph.report import GATE_OPENED
-from conftest import END_S, free_port, mixed_requests
+from conftest import END_S, mixed_requests
+from ports import free_port
 
 PROGRAM = Path(__file__).parent / "rank_engine.py"
 START_S = 600  # a busy machine is slow to start
