@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from afd_graph.hf import load_without_experts, make_tensor_parallel, open_checkp
 from tiny_models import VOCABULARY, deepseek_v2
 
 SHAPE = (2, 11)
+STAGES = 2
+PATIENCE_S = 60.0
 
 
 def serve(world: World, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -48,6 +51,7 @@ def attend(
         expected = reference(ids, use_cache=False).logits
         got = compiled(ids, use_cache=False).logits
         report = backend.report()
+        told = wait_for_status(connector, report.steps_split * STAGES * len(report.layers))
         if backend.config.trace:
             trace = backend.trace()
             trace.write(Path(path) / f"trace.rank{trace.rank}.json")
@@ -55,12 +59,24 @@ def attend(
         "difference": ((expected - got).abs().max() / expected.abs().max()).item(),
         "split": report.steps_split,
         "unsplit": dict(report.steps_unsplit),
+        "told": told,
         "expert_bytes": sum(
             parameter.untyped_storage().nbytes()
             for name, parameter in model.named_parameters()
             if ".experts." in name
         ),
     }
+
+
+def wait_for_status(connector: TorchDistributedConnector, items: int) -> dict[int, int]:
+    """Items of each FFN rank as it tells them itself, from time to time, once it had ``items``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        told = {rank: status.get("items", 0) for rank, status in connector.ffn_status().items()}
+        if min(told.values()) >= items:
+            break
+        time.sleep(0.05)
+    return told
 
 
 def rank(path: str, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
