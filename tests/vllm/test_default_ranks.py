@@ -1,7 +1,4 @@
-"""vLLM's default mode with the experts of two tensor-parallel workers on an FFN rank.
-
-``AFD_VLLM_MATRIX=full`` also compiles the pieces with Inductor, and starts a second time.
-"""
+"""vLLM's default mode with the experts of two tensor-parallel workers on an FFN rank."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import pytest
 from test_ranks import MATRIX, PROGRAM, check_runs
 
-from conftest import EAGER, FULL, INDUCTOR
+from conftest import INDUCTOR
 from ports import free_port
 
 
@@ -23,14 +20,14 @@ class Served:
         self._address = f"127.0.0.1:{free_port()}"
         self.cache = cache
 
-    def start(self, compilation: dict[str, Any]) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         """Results of a start whose FFN rank ended as it should."""
         ffn = self._experts(self._model, 1, "--tp", "2", address=self._address)
         found: dict[str, Any] = self._engine.run(
             self._model,
             MATRIX,
             afd=ffn.options(),
-            compilation=compilation,
+            compilation=INDUCTOR,
             engine={
                 "tensor_parallel_size": 2,
                 "enable_prefix_caching": True,
@@ -58,18 +55,15 @@ def _check(found: dict[str, Any], expected: list[list[int]], compiled: int) -> N
     assert log.count("AFD loaded the model from vLLM's compile cache") == 2 - compiled
 
 
-def test_tokens_equal_hugging_face(served: Served, reference: Any) -> None:
-    found = served.start(EAGER)
+def test_tokens_equal_hugging_face_also_where_one_worker_loads(
+    served: Served, reference: Any
+) -> None:
+    found = served.start()
     _check(found, reference("deepseek_v2"), compiled=2)
     # Pieces of both programs, on both workers: without them it was not the default mode.
     for name in ("unsplit", "two_stages"):
         assert found["log"].count(f"_{name}] Using cache directory") == 2
-
-
-@pytest.mark.skipif(not FULL, reason="with AFD_VLLM_MATRIX=full")
-def test_a_worker_that_loads_and_one_that_compiles_again(served: Served, reference: Any) -> None:
-    _check(served.start(INDUCTOR), reference("deepseek_v2"), compiled=2)
     (entry,) = served.cache.rglob("rank_1_0/model")
     entry.unlink()
-    # The FFN rank takes layers of equal programs alone.
-    _check(served.start(INDUCTOR), reference("deepseek_v2"), compiled=1)
+    # Worker 1 compiles again, and the FFN rank takes layers of equal programs alone.
+    _check(served.start(), reference("deepseek_v2"), compiled=1)
