@@ -70,6 +70,19 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
     def _serve(self, ffn: FFNSide) -> ServedModel:
         """What runs the steps, with experts at ``ffn``."""
 
+    @abstractmethod
+    def _dump(self) -> bytes:
+        """The programs, and what they were made by."""
+
+    @staticmethod
+    @abstractmethod
+    def _load(data: bytes, expected: dict[str, str]) -> Any:
+        """The programs that :meth:`_dump` stored.
+
+        Raises:
+            AFDError: they were made by something else than ``expected``, or are damaged.
+        """
+
     def __call__(self, *inputs: Any) -> Any:
         """Run one step."""
         if self._unsealed is not None and self.stored is not None:
@@ -94,6 +107,26 @@ class StoredModel(_compat.serializable_callable()):  # type: ignore[misc]
         cache_entry.check(cache_entry.entry_path(vllm_config))
         register_stage_ops()
         return vllm_config
+
+    @classmethod
+    def serialize_compile_artifacts(cls, compiled: StoredModel) -> bytes:
+        """Called by vLLM, which stores what this returns."""
+        compiled.stored = compiled._dump()
+        return compiled.stored
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> StoredModel:
+        """Build a stored model, inside vLLM's current configuration.
+
+        Raises:
+            AFDError: it was stored by something else than what runs now, or is damaged.
+        """
+        from afd_graph.vllm import runner_hook
+
+        vllm_config = cls.opening()
+        programs = cls._load(data, identity(vllm_config))
+        runner_hook.install(vllm_config)
+        return cls(programs, vllm_config)
 
 
 class CompiledModel(StoredModel):
@@ -125,25 +158,12 @@ class CompiledModel(StoredModel):
         """Called by vLLM when it has checked that the model's source is the same."""
         observe.loaded(self._programs.experts, self._programs.report)
 
-    @classmethod
-    def serialize_compile_artifacts(cls, compiled: CompiledModel) -> bytes:
-        """The programs, and what they were made by."""
-        compiled.stored = dump_programs(compiled._programs, identity(compiled._vllm_config))
-        return compiled.stored
+    def _dump(self) -> bytes:
+        return dump_programs(self._programs, identity(self._vllm_config))
 
-    @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> CompiledModel:
-        """Build a stored model, inside vLLM's current configuration.
-
-        Raises:
-            AFDError: it was stored by something else than what runs now, or is damaged.
-        """
-        from afd_graph.vllm import runner_hook
-
-        vllm_config = cls.opening()
-        programs = load_programs(data, identity(vllm_config))
-        runner_hook.install(vllm_config)
-        return cls(programs, vllm_config)
+    @staticmethod
+    def _load(data: bytes, expected: dict[str, str]) -> Programs:
+        return load_programs(data, expected)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ Where it differs from vLLM's own (:mod:`runner_hook` does the rest):
   of a step without contexts one with contexts;
 * builders write the rotary factors of decodes into one buffer of the process, which the next
   builder overwrites: every set of metadata keeps its own copy;
-* about twenty attributes are set on the forward context. :data:`CONTEXT` says of each what it is in
-  a stage; one that is not there is refused by name.
+* more than twenty attributes are set on the forward context. :data:`CONTEXT` says of each what it
+  is in a stage; one that is not there is refused by name.
 
 Written and tested against the published source, with stand-ins for what needs an NPU; never run on
 one.

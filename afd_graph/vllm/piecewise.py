@@ -98,7 +98,7 @@ class PiecewiseBackend:
                 lengths = give_values(programs.split, programs.unsplit)
             give_values(programs.unsplit, programs.unsplit)
             made_by = identity(self._vllm_config)
-            with _compat.cache_tag(_digest(made_by)):
+            with _compat.cache_tag(_tag(made_by)):
                 unsplit = self._compiled(programs.unsplit, example_inputs, made_by, "unsplit")
                 split = None
                 if programs.split is not None:
@@ -120,7 +120,7 @@ class PiecewiseBackend:
         order = graph_order(gm.graph, splits)
         backend = type(self._backend)(
             self._vllm_config,
-            prefix=f"{self._backend.prefix}_afd_{_digest(made_by)}_{name}",
+            prefix=f"{self._backend.prefix}_afd_{_tag(made_by)}_{name}",
             is_encoder=self._backend.is_encoder,
         )
         # Inductor (2.13) may put the reader of a buffer before the operator that writes it here.
@@ -248,32 +248,21 @@ class PiecewiseModel(StoredModel):
         Raises:
             PassError: the stored pieces do not run in the order of the schedule.
         """
-        with _compat.cache_tag(_digest(self._programs.made_by)):
+        with _compat.cache_tag(_tag(self._programs.made_by)):
             for pieces in self._programs.both:
                 pieces.run.finalize_loading(vllm_config)
                 pieces.check()
         observe.loaded(self._programs.experts, self._programs.report)
 
-    @classmethod
-    def serialize_compile_artifacts(cls, compiled: PiecewiseModel) -> bytes:
-        """The programs, and what they were made by."""
-        compiled.stored = compiled._programs.dump()
-        return compiled.stored
+    def _dump(self) -> bytes:
+        programs: PiecewisePrograms = self._programs
+        return programs.dump()
 
-    @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> PiecewiseModel:
-        """Build a stored model, inside vLLM's current configuration.
-
-        Raises:
-            AFDError: it was stored by something else than what runs now, or is damaged.
-        """
-        from afd_graph.vllm import runner_hook
-
-        vllm_config = cls.opening()
-        programs = PiecewisePrograms.load(data, identity(vllm_config))
-        runner_hook.install(vllm_config)
-        return cls(programs, vllm_config)
+    @staticmethod
+    def _load(data: bytes, expected: dict[str, str]) -> PiecewisePrograms:
+        return PiecewisePrograms.load(data, expected)
 
 
-def _digest(made_by: dict[str, str]) -> str:
+def _tag(made_by: dict[str, str]) -> str:
+    """Short digest of what programs are made by, for names and keys of caches."""
     return hashlib.sha256(repr(sorted(made_by.items())).encode()).hexdigest()[:12]

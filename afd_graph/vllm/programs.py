@@ -91,8 +91,8 @@ def build_programs(
     graph = gm.graph
     report = GraphReport(nodes_before=len(graph.nodes))
     programs = Programs(gm, None, [], report)
-    steps = _Steps(report, observer)
-    with_layers, failed = steps.run("match", graph, lambda: match_layers(graph))
+    passes = _Passes(report, observer)
+    with_layers, failed = passes.run("match", graph, lambda: match_layers(graph))
     report.no_match = [str(failure) for failure in failed]
     report.edits["match"] = len(with_layers)
     report.layers = list(range(len(with_layers)))
@@ -109,14 +109,14 @@ def build_programs(
         return programs
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     programs.experts = [_source(layer, inputs) for layer in with_layers]
-    steps.run("insert", graph, lambda: insert_dispatch(graph, with_layers, CHANNEL))
+    passes.run("insert", graph, lambda: insert_dispatch(graph, with_layers, CHANNEL))
     report.edits["insert"] = 2 * len(with_layers)
     split = None
     if config.split == "none":
         report.unsplit_reason = "disabled"
     else:
         try:
-            split = steps.run("split", None, lambda: split_stages(graph))
+            split = passes.run("split", None, lambda: split_stages(graph))
         except UnsupportedError as refusal:
             if config.on_unsupported == "error":
                 raise
@@ -124,9 +124,9 @@ def build_programs(
     if split is not None:
         report.mode = "tokens"
         report.edits["split"] = len(split.nodes) - len(graph.nodes)
-        _schedule(steps, "schedule", split, credits, 2)
+        _schedule(passes, "schedule", split, credits, 2)
         programs.split = fx.GraphModule(gm, split)
-    _schedule(steps, "schedule_unsplit", graph, credits, 1)
+    _schedule(passes, "schedule_unsplit", graph, credits, 1)
     gm.recompile()
     report.nodes_after = len((programs.split or gm).graph.nodes)
     return programs
@@ -142,11 +142,11 @@ def digest(programs: Programs) -> str:
     return calls.hexdigest()[:16]
 
 
-def _schedule(steps: _Steps, name: str, graph: fx.Graph, credits: int, stages: int) -> None:
+def _schedule(passes: _Passes, name: str, graph: fx.Graph, credits: int, stages: int) -> None:
     def order() -> None:
         schedule(graph, credits=credits, num_stages=stages, needs=hidden_needs(graph))
 
-    steps.run(name, graph, order)
+    passes.run(name, graph, order)
     verify(graph, after=name, credits=credits)
 
 
@@ -158,8 +158,8 @@ def _source(layer: InlineLayer | OpaqueLayer, inputs: list[fx.Node]) -> ExpertSo
     return ExpertSource(layer.name, positions, layer.activation, layer.isa, top_k)
 
 
-class _Steps:
-    """Times the passes, verifies and shows what they leave."""
+class _Passes:
+    """Runs and times the passes, verifies and shows what they leave."""
 
     def __init__(self, report: GraphReport, observer: Observer | None) -> None:
         self._report = report

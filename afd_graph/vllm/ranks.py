@@ -63,6 +63,20 @@ def check_options(given: Mapping[str, Any]) -> None:
         )
 
 
+def check_whole_experts(parallel: Any) -> None:
+    """Refuse ranks that hold different experts: ids of the gate are those of all experts.
+
+    Raises:
+        ConfigError: vLLM's expert parallelism is on, over more than one rank.
+    """
+    several = parallel.tensor_parallel_size * parallel.data_parallel_size > 1
+    if parallel.enable_expert_parallel and several:
+        raise ConfigError(
+            "vLLM's expert parallelism (enable_expert_parallel) is not there with AFD",
+            remedy="leave it off; connector='torch_distributed' gives FFN ranks different experts",
+        )
+
+
 def check_parallelism(parallel: Any) -> None:
     """Refuse what FFN ranks cannot serve yet; ``parallel`` is vLLM's parallel configuration.
 

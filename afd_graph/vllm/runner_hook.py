@@ -25,7 +25,12 @@ from afd_graph.metadata import AttentionMetadata
 from afd_graph.planner import NoSplit, Stage
 from afd_graph.vllm.options import Options, options_of
 from afd_graph.vllm.runner_rules import UPSTREAM, RunnerRules, listening
-from afd_graph.vllm.stage_context import StagedMetadata, UnsplitMetadata
+from afd_graph.vllm.stage_context import (
+    DUMMY_RUN,
+    UNSUPPORTED_STEP,
+    StagedMetadata,
+    UnsplitMetadata,
+)
 from afd_graph.vllm.step_plan import plan_step, stage_pairs, step_lengths
 from afd_graph.vllm.wrapping import wrap
 
@@ -33,9 +38,6 @@ log = logging.getLogger("vllm.afd_graph")
 
 _CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 """What vLLM computes from the other fields on demand."""
-
-UNSUPPORTED_STEP = "step_kind_unsupported"
-"""Reason of a step with something that is not cut: drafts, encoders, context parallelism, ..."""
 
 
 def install(vllm_config: Any) -> None:
@@ -89,7 +91,7 @@ def with_stages(original: Any, rules: RunnerRules = UPSTREAM) -> Any:
             return built, common
         scheduled = kwargs.get("num_scheduled_tokens")
         if scheduled is None:
-            return UnsplitMetadata(built, "dummy_run"), common
+            return UnsplitMetadata(built, DUMMY_RUN), common
         if not (_can_stage(self, kwargs, groups, built) and rules.can_stage(self, kwargs, groups)):
             return UnsplitMetadata(built, UNSUPPORTED_STEP), common
         plan = plan_step(self, scheduled, options.config)

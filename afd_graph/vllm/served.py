@@ -32,7 +32,12 @@ from afd_graph.vllm.observe import IntervalLog
 from afd_graph.vllm.opaque_layer import moe_layer
 from afd_graph.vllm.programs import CHANNEL, ExpertSource, Programs
 from afd_graph.vllm.shared_rows import SharedRowsChannel, check_sums
-from afd_graph.vllm.stage_context import step_plan, without_captured_graphs
+from afd_graph.vllm.stage_context import (
+    DUMMY_RUN,
+    PROFILE_RUN,
+    plan_of,
+    without_captured_graphs,
+)
 
 log = logging.getLogger("vllm.afd_graph")
 
@@ -69,6 +74,7 @@ class FFNSide:
                 remedy="there is no connector of vLLM for this device yet",
             )
         parallel = vllm_config.parallel_config
+        ranks.check_whole_experts(parallel)
         self.tensor_parallel = parallel.tensor_parallel_size, parallel.rank
         self.connector: Connector
         if on_ranks:
@@ -175,7 +181,7 @@ class ServedModel:
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
-        plan = self._why_unsplit or step_plan(metadata)
+        plan = self._why_unsplit or plan_of(metadata)
         pairs = getattr(metadata, "pairs", ())
         self._channel.begin_step()
         try:
@@ -206,7 +212,7 @@ class ServedModel:
             raise failure from error
 
     def _note_unsplit(self, reason: str, pairs: tuple[int, ...]) -> None:
-        if reason not in self.report.steps_unsplit and reason not in ("profile_run", "dummy_run"):
+        if reason not in self.report.steps_unsplit and reason not in (PROFILE_RUN, DUMMY_RUN):
             log.warning("AFD: a step runs unsplit, reason %s (counted from now on)", reason)
         self._count(StepTaken(policy=None, reason=reason, pairs=pairs))
 

@@ -14,9 +14,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from afd_graph.errors import PlanError
-from afd_graph.planner import Stage, StagePlan
+from afd_graph.planner import NoSplitReason, Stage, StagePlan
 
 _STAGES = "afd_stage_contexts"
+
+PROFILE_RUN = "profile_run"
+"""Reason of a step without metadata: vLLM measures memory and warms up."""
+
+DUMMY_RUN = "dummy_run"
+"""Reason of a step with metadata that nobody asked for: vLLM warms up."""
+
+UNSUPPORTED_STEP = "step_kind_unsupported"
+"""Reason of a step with something that is not cut: drafts, encoders, context parallelism, ..."""
 
 
 class StagedMetadata(dict):
@@ -60,13 +69,15 @@ class UnsplitMetadata(dict):
         self.pairs = pairs
 
 
-def step_plan(metadata: Any) -> StagePlan | str:
+def plan_of(metadata: Any) -> StagePlan | str:
     """The plan that came with a step's metadata, or why there is none."""
     if metadata is None:
-        return "profile_run"  # vLLM measures memory and warms up without metadata
+        return PROFILE_RUN
     if isinstance(metadata, StagedMetadata):
         return metadata.plan
-    return metadata.reason if isinstance(metadata, UnsplitMetadata) else "metadata_missing"
+    if isinstance(metadata, UnsplitMetadata):
+        return metadata.reason
+    return str(NoSplitReason.METADATA_MISSING)
 
 
 @contextmanager

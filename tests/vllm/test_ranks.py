@@ -204,6 +204,18 @@ def test_other_parallelism_is_refused(name: str, value: Any) -> None:
         check_parallelism(SimpleNamespace(tensor_parallel_size=2, **{name: value}))
 
 
+def test_experts_that_vllm_spreads_over_ranks_are_refused() -> None:
+    from afd_graph.vllm.ranks import check_whole_experts
+
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2, data_parallel_size=1, enable_expert_parallel=True
+    )
+    with pytest.raises(ConfigError, match="enable_expert_parallel"):
+        check_whole_experts(parallel)
+    parallel.tensor_parallel_size = 1  # one rank has all
+    check_whole_experts(parallel)
+
+
 def _graph(*calls: Any) -> Any:
     """A receive, and behind it calls of the form (target, other arguments)."""
     import torch
