@@ -1,5 +1,7 @@
 """Random DeepSeek checkpoints whose arg-max means something, and the tokens of Hugging Face.
 
+    python examples/random_deepseek.py DIR      # or: DIR deepseek_v3
+
 Weights are scaled by their fan-in, so that logits spread and equal greedy tokens prove equal
 models; the router is scaled up, so that tokens take different experts. The attention has the
 latent width of the real models (512 + 64), the only one that vLLM's MLA kernels for CPU take.
@@ -7,6 +9,7 @@ latent width of the real models (512 + 64), the only one that vLLM's MLA kernels
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,3 +123,16 @@ def greedy_tokens(
             )
             answers.append(out[0, len(prompt) :].tolist())
     return answers
+
+
+def main() -> None:
+    """Write a checkpoint, which has no tokenizer."""
+    parser = argparse.ArgumentParser(description="Write a small random DeepSeek checkpoint.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("family", nargs="?", default="deepseek_v2", choices=MODELS)
+    given = parser.parse_args()
+    make_checkpoint(given.directory, given.family)
+
+
+if __name__ == "__main__":
+    main()
