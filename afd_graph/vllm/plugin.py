@@ -5,8 +5,9 @@ It puts itself in two places, which are there before anything of the model runne
 * ``CompilationConfig.init_backend``, which vLLM asks for the compiler of a model when that is
   built: early enough for the hooks that a split needs;
 * ``VllmConfig.__post_init__``, where all of vLLM's own changes to the configuration are made: if
-  the backend will not be called, one line says so and what to set. If it will, or is switched off
-  by its option, a kernel of vLLM for CPU that computes wrongly is left out.
+  the backend will not be called, one line says so and what to set. If it will, engines that it
+  cannot serve are refused. If it will, or is switched off by its option, a kernel of vLLM for CPU
+  that computes wrongly is left out.
 
 A second call changes nothing.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from afd_graph.errors import ConfigError
 from afd_graph.vllm.options import BACKEND, options_of
+from afd_graph.vllm.ranks import check_model, check_whole_experts
 from afd_graph.vllm.wrapping import wrap
 
 log = logging.getLogger("vllm.afd_graph")
@@ -60,6 +63,7 @@ def _saying_what_is_missing(original: Any) -> Any:
         if problem is not None:
             _say(problem)
         elif _is_configured(self):
+            check_engine(self)
             leave_out_wrong_kernel(self)
 
     return post_init
@@ -82,6 +86,27 @@ def _say(text: str) -> None:
 def _is_configured(vllm_config: Any) -> bool:
     # Also with ``enabled`` false, so that the backend is all that differs.
     return options_of(vllm_config).given or vllm_config.compilation_config.backend == BACKEND
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuse an engine whose experts cannot leave it, before its model is loaded.
+
+    Raises:
+        ConfigError: its ranks divide the experts or the requests, or FFN ranks cannot serve it.
+    """
+    options, model = options_of(vllm_config), vllm_config.model_config
+    if not options.enabled or model is None or not model.is_moe:
+        return
+    parallel = vllm_config.parallel_config
+    check_whole_experts(parallel)
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "AFD inside vLLM has no data parallelism of MoE layers, and data_parallel_size is "
+            f"{parallel.data_parallel_size}",
+            remedy="start a server for each replica",
+        )
+    if options.config.connector == "torch_distributed":
+        check_model(options.config, vllm_config)
 
 
 def leave_out_wrong_kernel(vllm_config: Any) -> None:

@@ -27,6 +27,7 @@ from afd_graph.config import AFDConfig
 from afd_graph.connectors.torch_distributed import TorchDistributedConnector
 from afd_graph.connectors.torch_distributed_world import World, WorldConfig
 from afd_graph.errors import ConfigError
+from afd_graph.validation import check_expert_partition
 from afd_graph.vllm.packing import padded_width
 from afd_graph.vllm.rank_experts import announced_program
 
@@ -93,6 +94,23 @@ def check_parallelism(parallel: Any) -> None:
             )
 
 
+def check_model(config: AFDConfig, vllm_config: Any) -> None:
+    """Refuse MoE models that FFN ranks cannot serve: else one side finds it while the other waits.
+
+    Raises:
+        ConfigError: the ranks do not divide the experts, or a second model drafts tokens.
+    """
+    experts = vllm_config.model_config.get_num_experts()
+    check_expert_partition(experts, config.connector_options.get("ffn_ranks", 1))
+    drafts = vllm_config.speculative_config
+    if drafts is not None and (drafts.use_eagle() or drafts.uses_draft_model()):
+        raise ConfigError(
+            f"connector='torch_distributed' inside vLLM serves one model, and the speculative "
+            f"method {drafts.method!r} has a second one",
+            remedy="use connector='process', or leave speculative_config out",
+        )
+
+
 def make_connector(config: AFDConfig, vllm_config: Any) -> TorchDistributedConnector:
     """Meet the other workers and the FFN ranks; returns when all settings agree.
 
@@ -106,20 +124,26 @@ def make_connector(config: AFDConfig, vllm_config: Any) -> TorchDistributedConne
     check_parallelism(parallel)
     size = parallel.tensor_parallel_size
     most = vllm_config.scheduler_config.max_num_batched_tokens
-    world = World(
-        WorldConfig(
-            **{
-                "ffn_ranks": 1,
-                "timeout_s": config.timeout_s,
-                **config.connector_options,
-                "attention_ranks": size,
-                "tp_size": size,
-                # A share is rounded up.
-                "max_tokens": -(-most // size) * size,
-                "rank": parallel.rank,
-            }
-        )
+    settings = WorldConfig(
+        **{
+            "ffn_ranks": 1,
+            "timeout_s": config.timeout_s,
+            **config.connector_options,
+            "attention_ranks": size,
+            "tp_size": size,
+            # A share is rounded up.
+            "max_tokens": -(-most // size) * size,
+            "rank": parallel.rank,
+        }
     )
+    if parallel.rank == 0:
+        log.info(
+            "AFD: waiting at %s for FFN ranks (afd-graph vllm-ffn): %d, at most %g s",
+            settings.address,
+            settings.ffn_ranks,
+            settings.connect_timeout_s,
+        )
+    world = World(settings)
     connector = TorchDistributedConnector(world)
     try:
         dtype = vllm_config.model_config.dtype

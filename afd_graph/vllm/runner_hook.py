@@ -132,6 +132,8 @@ def _can_stage(runner: Any, kwargs: Mapping[str, Any], groups: list[Any], built:
         or runner.parallel_config.data_parallel_size > 1
         or getattr(runner, "dcp_world_size", 1) > 1
         or runner.cache_config.kv_sharing_fast_prefill
+        # A connector may start to save a layer when its attention returns, so after one stage.
+        or runner.vllm_config.kv_transfer_config is not None
         or any(step.encoder_seq_lens is not None or step.causal is not True for _, step in groups)
         or heard != set(built)
     )

@@ -25,7 +25,7 @@ DUMMY_RUN = "dummy_run"
 """Reason of a step with metadata that nobody asked for: vLLM warms up."""
 
 UNSUPPORTED_STEP = "step_kind_unsupported"
-"""Reason of a step with something that is not cut: drafts, encoders, context parallelism, ..."""
+"""Reason of a step with something that is not cut: drafts, encoders, KV transfer, ..."""
 
 
 class StagedMetadata(dict):

@@ -78,9 +78,71 @@ def test_switching_off_leaves_the_wrong_kernel_out(
     config = SimpleNamespace(
         additional_config=additional,
         compilation_config=SimpleNamespace(mode=mode, backend=backend, custom_ops=[]),
+        model_config=None,
     )
     _saying_what_is_missing(lambda self: None)(config)
     assert config.compilation_config.custom_ops == custom_ops
+
+
+RANKS = {"connector": "torch_distributed", "connector_options": {"address": "h:1", "ffn_ranks": 2}}
+
+
+@pytest.mark.parametrize(
+    ("section", "experts", "given", "message"),
+    [
+        ({}, 8, {"data_parallel_size": 2}, "data_parallel_size is 2"),
+        ({}, 8, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, "expert parallelism"),
+        ({}, 8, {"enable_expert_parallel": True}, None),
+        ({}, 0, {"data_parallel_size": 2}, None),
+        ({"enabled": False}, 8, {"data_parallel_size": 2}, None),
+        (RANKS, 5, {}, "num_experts=5, num_ffn_ranks=2"),
+        (RANKS, 8, {"method": "mtp"}, "'mtp' has a second one"),
+        (RANKS, 8, {"method": "ngram"}, None),
+        ({}, 5, {"method": "mtp"}, None),
+    ],
+)
+def test_engines_that_cannot_be_served_are_refused_before_the_model_is_loaded(
+    section: dict[str, Any], experts: int, given: dict[str, Any], message: str | None
+) -> None:
+    from vllm.config import CompilationMode, ModelConfig, SpeculativeConfig
+
+    from afd_graph.vllm.plugin import _saying_what_is_missing
+
+    model = ModelConfig.__new__(ModelConfig)
+    model.model_arch_config = SimpleNamespace(num_experts=experts)
+    drafts = SpeculativeConfig.__new__(SpeculativeConfig)
+    drafts.method = given.get("method")
+    one = {"data_parallel_size": 1, "tensor_parallel_size": 1, "enable_expert_parallel": False}
+    config = SimpleNamespace(
+        additional_config={"afd": section},
+        compilation_config=SimpleNamespace(
+            mode=CompilationMode.DYNAMO_TRACE_ONCE, backend="afd", custom_ops=[]
+        ),
+        model_config=model,
+        parallel_config=SimpleNamespace(**{**one, **given}),
+        speculative_config=drafts if "method" in given else None,
+    )
+    checked = _saying_what_is_missing(lambda self: None)
+    if message is None:
+        checked(config)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            checked(config)
+
+
+def test_steps_with_kv_transfer_are_not_cut() -> None:
+    """A connector that saves a layer as soon as it may would save it without the second stage."""
+    from afd_graph.vllm.runner_hook import _can_stage
+
+    vllm_config = SimpleNamespace(kv_transfer_config=None)
+    runner = SimpleNamespace(
+        vllm_config=vllm_config,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+    )
+    assert _can_stage(runner, {}, [], {})
+    vllm_config.kv_transfer_config = object()
+    assert not _can_stage(runner, {}, [], {})
 
 
 @pytest.mark.parametrize(
