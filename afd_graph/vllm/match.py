@@ -13,6 +13,7 @@ Before: the graph as Dynamo captured it. After: unchanged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ from afd_graph.vllm.operators import (
 )
 
 _ALLOCATIONS = (torch.empty_like, torch.empty)
+# Such as _C::fused_experts_cpu, vLLM's kernel for experts of eight or four bits.
+_COMPUTES_EXPERTS = re.compile(r"::\w*(moe|experts)")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def match_layers(
             match = _inline(node)
         elif name in OPAQUE_MOE:
             match = _opaque(node, has_shared=name.endswith("_shared"))
-        elif "moe" in name.rsplit("::", 1)[-1] and not name.startswith("afd::"):
+        elif _COMPUTES_EXPERTS.search(name) and not name.startswith("afd::"):
             match = NoMatch(f"{name} computes experts in a form that is not known", node)
         else:
             continue

@@ -26,6 +26,8 @@ _library.define(
     "mla_forward(Tensor hidden_states, bool need_gather_q_kv, Tensor(a!) output, str layer_name)"
     " -> ()"
 )
+# Named as vLLM's kernel for quantised experts on a CPU, _C::fused_experts_cpu, which not all have.
+_library.define("fused_experts_cpu(Tensor hidden_states) -> Tensor")
 
 
 class Capture:
@@ -281,3 +283,15 @@ def test_a_size_is_no_memory() -> None:
     other = capture.call(torch.narrow, b, 0, 0, size)
     capture.module(part, other)
     assert other not in hidden_needs(capture.graph)
+
+
+def test_quantised_experts_are_not_taken_for_a_model_without_experts() -> None:
+    def model() -> fx.GraphModule:
+        capture = Capture()
+        x = capture.input("x", capture.tokens, 16)
+        return capture.module(capture.call(torch.ops.vllm.fused_experts_cpu, x, like=x))
+
+    with pytest.raises(UnsupportedError, match="fused_experts_cpu computes experts in a form"):
+        build_programs(model(), AFDConfig(), credits=2)
+    programs = build_programs(model(), AFDConfig(on_unsupported="fallback"), credits=2)
+    assert programs.report.unsplit_reason == "experts_not_matched"
