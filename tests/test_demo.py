@@ -72,7 +72,7 @@ def number(pattern: str, text: str) -> float:
 class TestOutput:
     def test_names_the_matched_layers_and_the_plan(self, printed):
         text = printed[0]
-        assert "2 MoE layers, 1 graph" in text
+        assert "2 MoE layers, 1 graph\n" in text
         for layer in (1, 2):
             assert re.search(rf"model\.layers\.{layer}\.mlp +4 +2 +1", text)
         assert "stage 0: 20 tokens, stage 1: 20 tokens" in text

@@ -74,6 +74,7 @@ class FFNSide:
                 remedy="there is no connector of vLLM for this device yet",
             )
         parallel = vllm_config.parallel_config
+        # The plugin asked before, but only where vLLM's configuration counts the experts.
         ranks.check_whole_experts(parallel)
         self.tensor_parallel = parallel.tensor_parallel_size, parallel.rank
         self.connector: Connector
